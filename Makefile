@@ -1,0 +1,64 @@
+# `make demo` and `make test` need nothing but Python: each makes the environment in .venv first, if it is missing or out of date.
+
+UV := uv==0.13.9
+BIN := .venv/bin
+PYTHON_BIN := $(BIN)/python
+READY := .venv/.ready
+# More arguments for the command behind a target, as in: make demo ARGS='--steps 20 --output /tmp/demo'
+ARGS ?=
+# The Python of an environment with a GPU, MaxText and Transformer Engine, such as the one in MaxText's container.
+GPU_PYTHON ?= python3
+
+# An environment that was moved, copied or lost its Python is made again, like one that was never finished.
+ifneq ($(shell $(PYTHON_BIN) -c "import sys; print(open(sys.prefix + '/.ready').read())" 2>/dev/null),$(CURDIR))
+.PHONY: $(READY)
+endif
+
+.PHONY: help demo test test-gpu check lock clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 16
+
+demo: $(READY) ## train a small DeepSeek-V3-style model on real text on this machine's CPU
+	@$(BIN)/maxtext-moe-te demo $(ARGS)
+
+# Two workers, each test file in one of them: importing MaxText costs each worker seconds, so more of them gain little.
+test: $(READY) ## run the tests that need no GPU
+	$(PYTHON_BIN) -m pytest tests -q -n 2 --dist loadfile --require-host $(ARGS)
+
+test-gpu: ## run the GPU tests with GPU_PYTHON; a test skipped for want of a GPU fails
+	$(GPU_PYTHON) -m pytest tests/gpu -q --require-gpu --require-host $(ARGS)
+
+check: $(READY) ## lint
+	$(BIN)/ruff check .
+
+# Keeps the versions that are locked already where it can; ARGS=--upgrade takes the newest.
+lock: $(BIN)/uv ## resolve requirements.lock anew from pyproject.toml
+	$(PYTHON_BIN) -m uv pip compile --no-config --universal --python-version 3.12 --extra cpu --extra plot --extra dev \
+	  --generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' \
+	  --quiet --output-file requirements.lock $(ARGS) pyproject.toml
+
+clean: ## remove the environment and everything else that is not source
+	rm -rf .venv demo_output dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+define VENV
+rm -rf .venv
+python=$$(sh container/find_python.sh) && "$$python" -m venv .venv
+endef
+
+$(BIN)/uv:
+	$(VENV)
+	$(PYTHON_BIN) -m pip install --quiet --disable-pip-version-check $(UV)
+
+# .ready is written last, so that an interrupted run leaves nothing behind that looks finished.
+$(READY): pyproject.toml requirements.lock container/find_python.sh
+	$(VENV)
+	@echo "installing requirements.lock ..."
+	@if $(PYTHON_BIN) -m pip install --quiet --disable-pip-version-check $(UV) \
+	   && $(PYTHON_BIN) -m uv pip install --quiet --python $(PYTHON_BIN) --require-hashes -r requirements.lock \
+	   && $(PYTHON_BIN) -m uv pip install --quiet --python $(PYTHON_BIN) --no-deps -e .; then :; else \
+	  echo "uv failed, trying pip ..."; \
+	  $(PYTHON_BIN) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock \
+	   && $(PYTHON_BIN) -m pip install --quiet --disable-pip-version-check --no-deps -e .; fi
+	@printf %s '$(CURDIR)' > $@

@@ -1,0 +1,174 @@
+"""The command line: `maxtext-moe-te train|run|demo`. Owns the words it takes out of MaxText's arguments, errors and exit statuses.
+
+Nothing heavy is imported before a command needs it, and jax not before the overlay's environment is in place.
+"""
+
+import argparse
+import importlib.util
+import logging
+import os
+import runpy
+import sys
+
+from maxtext_moe_te import __version__
+from maxtext_moe_te.errors import MoeTeError, OptionError, nearest
+
+TRAIN = "maxtext.trainers.pre_train.train"
+# Entries of MaxText 0.2.5 whose configuration goes through `pyconfig`, for close matches.
+KNOWN_MODULES = (
+  TRAIN,
+  "maxtext.trainers.pre_train.train_compile",
+  "maxtext.trainers.post_train.sft.train_sft",
+  "maxtext.trainers.post_train.sft.train_sft_native",
+  "maxtext.trainers.post_train.dpo.train_dpo",
+  "maxtext.trainers.post_train.rl.train_rl",
+  "maxtext.trainers.post_train.distillation.train_distill",
+  "maxtext.inference.decode",
+)
+_OWN_WORDS = {"train": 1, "run": 2, "demo": 1}  # how many words are ours; the rest belongs to MaxText or the tool
+_ARGS = "what MaxText takes, and among it, anywhere: overlay=NAME|PATH[,…], moe_te.OPTION=VALUE"
+
+
+def main(argv: list[str] | None = None) -> int:
+  """Runs one command.
+
+  Args:
+    argv: the words after the program's name; None for those of this process.
+
+  Returns:
+    int: the exit status: 0, 2 for an error explained in one line, 130 when interrupted.
+  """
+  argv = sys.argv[1:] if argv is None else list(argv)
+  # argparse sees only our own words: it would take `--help` and friends out of MaxText's.
+  own = _OWN_WORDS.get(argv[0], len(argv)) if argv else 0
+  if argv in (["train", "-h"], ["train", "--help"]):
+    own = 2
+  args = _parser().parse_args(argv[:own])
+  try:
+    if args.command == "demo":
+      from maxtext_moe_te.tools import demo
+
+      return demo.main(argv[own:])
+    run(TRAIN if args.command == "train" else args.module, argv[own:])
+    return 0
+  except KeyboardInterrupt:
+    return 130
+  except Exception as error:
+    ours = _ours(error)
+    if ours is None:
+      raise
+    print("maxtext-moe-te: error:", " ".join(str(ours).split()), file=sys.stderr)
+    return ours.exit_status
+
+
+def run(module: str, words: list[str]) -> None:
+  """Runs a MaxText module as `python -m` would, with the plugin active.
+
+  Args:
+    module: the module's full name.
+    words: MaxText's arguments and, among them, ours.
+
+  Raises:
+    MoeTeError: anything that can be explained in one line.
+  """
+  from maxtext_moe_te import activate, versions
+  from maxtext_moe_te.settings import overlay as overlays
+  from maxtext_moe_te.settings.config import MoeTeOptions
+
+  rest, overlay_spec, option_words = split_words(words)
+  overlay = overlays.load(overlay_spec) if overlay_spec is not None else None
+  options = MoeTeOptions.from_mapping(overlay.moe_te, overlay_spec) if overlay else MoeTeOptions()
+  options = options.replace_from(option_words, "the command line")
+
+  log = _configure_logging()
+  for line in overlays.apply_environment(overlay, os.environ) if overlay else ():
+    log.info(line)
+  versions.check_maxtext(accept_unknown=options.unknown_host)
+  _check_module(module)
+  activate(overlay=overlay, options=options)
+  sys.argv = [module, *rest]
+  runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def split_words(words: list[str]) -> tuple[list[str], str | None, dict]:
+  """Takes our words out of MaxText's arguments.
+
+  Returns:
+    tuple: the other words in order; the overlays joined by commas, or None; our options, the last word for one winning.
+
+  Raises:
+    OptionError: a `moe_te` word that is not `moe_te.OPTION=VALUE`.
+  """
+  rest, specs, options = [], [], {}
+  for word in words:
+    name, equals, value = word.partition("=")
+    if name == "overlay" and equals:
+      specs.append(value)
+    elif name == "moe_te" or name.startswith("moe_te."):
+      if not equals or not name.removeprefix("moe_te"):
+        raise OptionError(
+          found=f"the word {word!r} on the command line", needed="moe_te.OPTION=VALUE", fix="write for example moe_te.router=jax"
+        )
+      options[name.removeprefix("moe_te.")] = _value(value)
+    else:
+      rest.append(word)
+  return rest, ",".join(specs) if specs else None, options
+
+
+def _value(text):
+  return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def _parser():
+  parser = argparse.ArgumentParser(
+    prog="maxtext-moe-te",
+    description="Dropless, fast Mixture-of-Experts training for MaxText on NVIDIA GPUs, through Transformer Engine.",
+    allow_abbrev=False,
+  )
+  parser.add_argument("--version", action="version", version=f"maxtext-moe-te {__version__}")
+  commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+  train = commands.add_parser(
+    "train", help="MaxText's trainer with the plugin active", usage="maxtext-moe-te train ARGS", epilog=f"ARGS: {_ARGS}."
+  )
+  train.description = f"The same as: maxtext-moe-te run {TRAIN} ARGS"
+  entry = commands.add_parser(
+    "run", help="any MaxText module with the plugin active", usage="maxtext-moe-te run MODULE ARGS", epilog=f"ARGS: {_ARGS}."
+  )
+  entry.add_argument("module", metavar="MODULE", help=f"full name, for example {KNOWN_MODULES[1]}")
+  commands.add_parser("demo", help="train a small model on this machine and compare it with plain MaxText", add_help=False)
+  return parser
+
+
+def _configure_logging():
+  log = logging.getLogger("maxtext_moe_te")
+  if not log.handlers:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("moe_te: %(message)s"))
+    log.addHandler(handler)
+  log.setLevel(logging.INFO)
+  log.propagate = False
+  return log
+
+
+def _check_module(module):
+  try:
+    found = importlib.util.find_spec(module)
+    if found is not None and found.submodule_search_locations is not None:  # a package runs only through its __main__
+      found = importlib.util.find_spec(f"{module}.__main__")
+  except ValueError:
+    found = None
+  except ModuleNotFoundError as error:
+    if error.name is None or not module.startswith(error.name):
+      raise  # a package that MaxText needs is missing
+    found = None
+  if found is None:
+    last = {name.rpartition(".")[2]: name for name in KNOWN_MODULES}
+    near = nearest(module, KNOWN_MODULES) or last.get(nearest(module.rpartition(".")[2], last), TRAIN)
+    raise OptionError(found=f"there is no module {module}", needed="a MaxText entry point by its full name", fix=f"write {near}")
+
+
+def _ours(error):
+  """The error of ours behind an exception: itself, or what a host's `raise … from` names as its cause."""
+  while error is not None and not isinstance(error, MoeTeError):
+    error = error.__cause__
+  return error

@@ -1,0 +1,63 @@
+"""The exceptions a user can meet, and how they read.
+
+    MoeTeError                 every mistake we can explain in one line; the command line exits with status 2
+    ├── OptionError            a `moe_te` option or a MaxText key that does not exist, or has a wrong value
+    ├── OverlayError           an overlay that is missing, malformed, or contradicts another
+    ├── VersionError           a package that is missing or whose version is not supported
+    ├── SeamError              a place in MaxText that is not what the plugin was written against
+    └── RefusedError           a run that would not be exact, or would hang or abort, under the plugin
+
+Nothing else belongs here: an error of MaxText, JAX or XLA surfaces as it is.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class MoeTeError(Exception):
+  """What was found, what is needed, and the one change that fixes it.
+
+  Args:
+    found: what is wrong, naming the value and where it came from. No full stop.
+    needed: what would be right. No full stop.
+    fix: the one change that gets there, in the imperative. No full stop.
+  """
+
+  exit_status = 2
+
+  def __init__(self, *, found: str, needed: str, fix: str):
+    self.found, self.needed, self.fix = found, needed, fix
+    super().__init__(f"{found}; needed: {needed}. Fix: {fix}.")
+
+  def __reduce__(self):  # keyword-only arguments do not survive pickling between processes by themselves
+    return (_rebuild, (type(self), self.found, self.needed, self.fix))
+
+
+def _rebuild(cls, found, needed, fix):
+  return cls(found=found, needed=needed, fix=fix)
+
+
+class OptionError(MoeTeError):
+  """A `moe_te` option or a MaxText key that does not exist, or has a wrong value."""
+
+
+class OverlayError(MoeTeError):
+  """An overlay that is missing, malformed, or contradicts another."""
+
+
+class VersionError(MoeTeError):
+  """A package that is missing or whose version is not supported."""
+
+
+class SeamError(MoeTeError):
+  """A place in MaxText that is not what the plugin was written against."""
+
+
+class RefusedError(MoeTeError):
+  """A run that would not be exact, or would hang or abort, under the plugin."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+  """The known name closest to a misspelt one, or None if nothing is close."""
+  matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+  return matches[0] if matches else None

@@ -1,0 +1,174 @@
+"""`RoutedMoE.__call__` under the plugin: MaxText's parameters and sharding rules in, our layer, MaxText's results out."""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+from maxtext.layers import linears, moe
+
+from maxtext_moe_te.errors import RefusedError
+from maxtext_moe_te.host import metrics, rules_from_config
+from maxtext_moe_te.moe import block, routing
+from maxtext_moe_te.moe.experts.base import ExpertWeights
+from maxtext_moe_te.settings.config import MoeTeOptions
+
+log = logging.getLogger("maxtext_moe_te")
+
+
+def replacing(options: MoeTeOptions):
+  """The factory of the seam: `RoutedMoE.__call__` with this process's options."""
+
+  def replace(original):
+    @functools.wraps(original)
+    def __call__(self, inputs, input_ids=None, gate_inputs=None, out_sharding=None, forced_routed_experts=None):
+      del out_sharding  # as in MaxText's sparse path: the layer's own output sharding holds
+      return _routed_moe(self, inputs, gate_inputs, forced_routed_experts, options)
+
+    return __call__
+
+  return replace
+
+
+def _routed_moe(module, inputs, gate_inputs, forced_routed_experts, options):
+  """(y [B,S,D], load-balance loss or None, bias update float32 [E], or int32 counts under gradient accumulation, or None)."""
+  config = module.config
+  _refuse_unsupported_call(module, gate_inputs, forced_routed_experts)
+  spec = rules_from_config.layer_spec(config)
+  inputs = inputs.astype(spec.dtype)
+  layout = layout_of(module, inputs)
+  out = block.moe_block(
+      inputs,
+      gate_logits(module.gate, inputs),
+      None if module.gate.bias is None else jnp.asarray(module.gate.bias[...], module.gate.dtype),
+      expert_weights(module, layout),
+      spec=spec,
+      layout=layout,
+      parts=choose_parts(options, layout, spec),
+  )
+  if options.metrics:
+    metrics.sow(module, out)
+  return out.y, out.load_balance_loss, _bias_update(module, out.rows_per_expert)
+
+
+def _refuse_unsupported_call(module, gate_inputs, forced_routed_experts):
+  for given, what in (
+      (gate_inputs is not None, "a separate gate input"),
+      (forced_routed_experts is not None, "forced_routed_experts (router replay)"),
+      (module.is_hash_routing, "hash routing"),
+      (module.wi_0_sparsity_module is not None, "weight sparsity"),
+  ):
+    if given:
+      raise RefusedError(
+          found=f"{what} in model {module.config.model_name}",
+          needed="a layer that routes its own input with its own router",
+          fix="set moe_te.enabled=false to run this model on MaxText's own layer",
+      )
+
+
+def gate_logits(gate: moe.GateLogit, inputs: jax.Array) -> jax.Array:
+  """[B,S,E] in the gate's dtype: what `GateLogit` computes before score function and bias, quantized if it is."""
+  axis = linears.normalize_axes(gate.axis, inputs.ndim)
+  return linears._compute_dot_general_nnx(
+      jnp.asarray(inputs, gate.dtype),
+      jnp.asarray(gate.kernel[...], gate.dtype),
+      axis,
+      tuple(range(len(axis))),
+      gate.matmul_precision,
+      gate.quant_dot_general,
+      False,
+  )
+
+
+def expert_weights(module: moe.RoutedMoE, layout: block.Layout) -> ExpertWeights:
+  """The module's parameters, prefused or not. A prefused kernel split over F is taken apart: its halves are split, not it."""
+  biases = {}
+  if module.config.mlp_bias:
+    biases = {
+        "gate_bias": module.wi_0_bias[...],
+        "up_bias": module.wi_1_bias[...],
+        "down_bias": module.wo_bias[...],
+    }
+  if not module.config.prefuse_moe_weights:
+    return ExpertWeights(down=module.wo[...], gate=module.wi_0[...], up=module.wi_1[...], **biases)
+  if layout.size(layout.width) == 1:
+    return ExpertWeights(down=module.wo[...], fused=module.wi[...], **biases)
+  gate, up = jnp.split(module.wi[...], 2, axis=-1)
+  return ExpertWeights(down=module.wo[...], gate=gate, up=up, **biases)
+
+
+def layout_of(module: moe.RoutedMoE, inputs: jax.Array) -> block.Layout:
+  """Which mesh axes split which dims, from MaxText's logical axis rules.
+
+  Raises:
+    RefusedError: experts or batch cannot be split over their axes.
+  """
+  mesh = module.mesh
+  config = module.config
+  rules_from_config.check_mesh(config, dict(mesh.shape))
+  batch, sequence, _ = _axes(module, ("activation_batch", "activation_norm_length", None))
+  expert, _, width = _axes(module, ("exp", None, "mlp_no_fsdp"))
+  layout = block.Layout(mesh=mesh, batch=batch, sequence=sequence, expert=expert, width=width)
+  if not expert:
+    # MaxText replicates a batch that its axes do not divide, if there is no expert axis; so do we.
+    while layout.batch and inputs.shape[0] % layout.size(layout.batch):
+      layout = block.Layout(mesh=mesh, batch=layout.batch[:-1], sequence=sequence, expert=expert, width=width)
+  for dim, size, axes in (("batch", inputs.shape[0], layout.batch), ("sequence", inputs.shape[1], layout.sequence)):
+    if size % layout.size(axes):
+      raise RefusedError(
+          found=f"a {dim} of {size} over mesh axes {', '.join(f'{a}={mesh.shape[a]}' for a in axes)}",
+          needed=f"a multiple of {layout.size(axes)}",
+          fix="change per_device_batch_size or the parallelism of those axes"
+          if dim == "batch"
+          else "change max_target_length or the parallelism of those axes",
+      )
+  return layout
+
+
+def _axes(module, logical_names) -> list[tuple[str, ...]]:
+  """The mesh axes of each dim, as tuples; axes of size 1 are left out by MaxText."""
+  spec = module._logical_to_mesh_axes(logical_names)
+  dims = [*spec, *([None] * (len(logical_names) - len(spec)))]
+  return [() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in dims]
+
+
+def _bias_update(module: moe.RoutedMoE, rows: jax.Array):
+  """What MaxText's train step adds to the router bias; the raw counts if it sums them over microbatches first."""
+  if not module.should_update_load_balance():
+    return None
+  if module.config.gradient_accumulation_steps > 1:
+    return rows
+  return routing.bias_update(rows, module.config.routed_bias_update_rate)
+
+
+def choose_parts(options: MoeTeOptions, layout: block.Layout, spec: block.LayerSpec) -> block.Parts:
+  """The implementation of each stage for this mesh's devices; the choice is logged once per process.
+
+  Raises:
+    RefusedError: a part that was asked for cannot serve this mesh.
+  """
+  platform = layout.mesh.devices.flat[0].platform
+  ranks = layout.size(layout.expert)
+  if options.transport == "local" and ranks > 1:
+    raise RefusedError(
+        found=f"moe_te.transport=local on an expert axis of {ranks}",
+        needed="a transport that moves rows between ranks",
+        fix="set moe_te.transport=auto",
+    )
+  if options.transport == "xla" and ranks == 1:
+    raise RefusedError(
+        found="moe_te.transport=xla without an expert axis",
+        needed="an expert axis larger than 1 (ici_expert_parallelism)",
+        fix="set moe_te.transport=auto",
+    )
+  transport = block.choose_transport(options.transport, layout, spec.num_experts)
+  experts = options.experts
+  if experts == "auto":
+    experts = "blocked" if platform == "cpu" else "ragged_dot"
+  _log_choice(platform, str(spec.router), str(spec.expert), transport.name, experts)
+  return block.Parts(transport=transport, grouped_matmul=block.GROUPED_MATMULS[experts])
+
+
+@functools.cache
+def _log_choice(platform, router, expert, transport, experts):
+  log.info("MoE layer on %s: router jax (%s); transport %s; experts %s (%s)", platform, router, transport, experts, expert)

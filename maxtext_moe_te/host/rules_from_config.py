@@ -1,0 +1,169 @@
+"""From a MaxText configuration to our rules: which router and experts it means, and what we refuse.
+
+Everything here reads configuration values; nothing is traced and nothing is changed.
+"""
+
+import jax.numpy as jnp
+
+from maxtext_moe_te.errors import RefusedError
+from maxtext_moe_te.moe.block import LayerSpec
+from maxtext_moe_te.moe.routing import BalanceLoss
+from maxtext_moe_te.moe.rules import ExpertRule, RouterRule, Weighting
+
+# MaxText tests the model's name, not a setting, to decide whether the router bias enters the weights and whether expert groups
+# are used (`RoutedMoE.get_topk`, `GateLogit.__call__`).
+BIAS_FREE_WEIGHTS = ("deepseek3", "deepseek4", "kimi-k2")
+
+DECODER_BLOCKS = ("deepseek", "mixtral", "qwen3_moe")
+
+
+def router_rule(config) -> RouterRule:
+  """The rule that MaxText's `get_topk` follows under this configuration."""
+  score = config.routed_score_func
+  named_deepseek = config.model_name.startswith(BIAS_FREE_WEIGHTS)
+  common = dict(
+      experts_per_token=config.num_experts_per_tok,
+      score_function=score,
+      bias=config.routed_bias,
+      weights_ignore_bias=named_deepseek,
+      groups=max(config.n_routing_groups, 0) if named_deepseek else 0,
+      groups_kept=config.topk_routing_group if named_deepseek and config.n_routing_groups > 0 else 0,
+  )
+  if block_name(config) in ("deepseek", "deepseek4"):
+    return RouterRule(
+        **common,
+        weighting=Weighting.SCORES,
+        renormalize=score in ("sigmoid", "sqrtsoftplus"),
+        renormalize_epsilon=1e-20,
+        scale=config.routed_scaling_factor,
+    )
+  return RouterRule(**common, weighting=Weighting.SOFTMAX, renormalize=config.norm_topk_prob)
+
+
+def expert_rule(config) -> ExpertRule:
+  """The rule that MaxText's `apply_ffn_activation` follows under this configuration."""
+  clamps = block_name(config) in ("deepseek", "deepseek4")
+  return ExpertRule(
+      activation=config.mlp_activations[0],
+      clamp=max(config.mlp_activations_limit, 0.0) if clamps else 0.0,
+      activation_in_float32=config.activations_in_float32,
+  )
+
+
+def layer_spec(config) -> LayerSpec:
+  """Everything the layer computes, from the configuration."""
+  megatron = config.moe_use_megatron_seq_aux_loss and config.routed_score_func == "sigmoid"
+  return LayerSpec(
+      num_experts=config.num_experts,
+      router=router_rule(config),
+      expert=expert_rule(config),
+      dtype=jnp.dtype(config.dtype),
+      sum_dtype=jnp.dtype(jnp.float32 if config.float32_weight_sum else config.dtype),
+      load_balance_coefficient=config.load_balance_loss_weight,
+      balance_loss=BalanceLoss.MEGATRON_SEQUENCE if megatron else BalanceLoss.SWITCH_SEQUENCE,
+  )
+
+
+def block_name(config) -> str:
+  """The decoder block's name as written in a YAML."""
+  return getattr(config.decoder_block, "value", config.decoder_block)
+
+
+def is_moe(config) -> bool:
+  """Whether this configuration builds any MoE layer."""
+  return config.num_experts > 1
+
+
+def refusal(config) -> RefusedError | None:
+  """Why this configuration would not be exact under the plugin, or None."""
+  if not is_moe(config):
+    return None
+  for wrong, found, needed, fix in _rules_of_refusal(config):
+    if wrong:
+      return RefusedError(found=found, needed=needed, fix=fix)
+  return None
+
+
+def _rules_of_refusal(config):
+  """(condition, found, needed, fix), most fundamental first."""
+  off = "or run this model without the plugin's layer (moe_te.enabled=false)"
+  block = block_name(config)
+  yield (
+      block not in DECODER_BLOCKS,
+      f"decoder_block={block} (model_name={config.model_name})",
+      f"one of {', '.join(DECODER_BLOCKS)}, whose layers are held to MaxText's by a test",
+      "set moe_te.enabled=false to run this model on MaxText's own layer",
+  )
+  for key in ("use_batch_split_schedule", "use_lineage"):
+    yield (
+        getattr(config, key),
+        f"{key}=true, a schedule that never calls the MoE layer the plugin replaces",
+        f"{key}=false",
+        f"set {key}=false, {off}",
+    )
+  yield (
+      config.attention in ("vllm_rpa", "vllm_batched_rpa"),
+      f"attention={config.attention}, whose MoE layer is vLLM's",
+      "a training attention kernel",
+      f"set attention=cudnn_flash_te (GPU) or attention=dot_product, {off}",
+  )
+  quantization = str(getattr(config.quantization, "value", config.quantization) or "")
+  yield (
+      bool(quantization) and not quantization.startswith("te_"),
+      f"quantization={quantization}, which MaxText applies to expert products too",
+      "quantization='' or one of Transformer Engine's recipes (te_…)",
+      f"set quantization='', {off}",
+  )
+  weight_dtype = str(getattr(config.weight_dtype, "name", config.weight_dtype))
+  yield (
+      "float8" in weight_dtype,
+      f"weight_dtype={weight_dtype}, weights with scales",
+      "weight_dtype=float32 or bfloat16",
+      f"set weight_dtype=bfloat16 and convert the checkpoint, {off}",
+  )
+  yield (
+      str(getattr(config.shard_mode, "value", config.shard_mode)) != "auto",
+      f"shard_mode={getattr(config.shard_mode, 'value', config.shard_mode)}",
+      "shard_mode=auto",
+      f"set shard_mode=auto, {off}",
+  )
+  yield (
+      config.use_random_routing,
+      "use_random_routing=true",
+      "the model's own router",
+      f"set use_random_routing=false, {off}",
+  )
+  yield (
+      config.using_pipeline_parallelism,
+      "pipeline parallelism (a stage axis larger than 1)",
+      "a mesh whose stage axis has size 1",
+      f"set ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1, {off}",
+  )
+  yield (
+      config.moe_dropless_fallback is not None,
+      f"moe_dropless_fallback={config.moe_dropless_fallback}, which replays what dropped tokens",
+      "no fallback: under the plugin nothing drops any",
+      "remove moe_dropless_fallback (and retry_dropless_first_steps)",
+  )
+
+
+def check_mesh(config, axis_sizes: dict[str, int]):
+  """Refuses a mesh that the experts or the batch cannot be split over.
+
+  Args:
+    config: the MaxText configuration.
+    axis_sizes: size of every mesh axis.
+
+  Raises:
+    RefusedError: naming the sizes and the nearest that would do.
+  """
+  if not is_moe(config):
+    return
+  ranks = axis_sizes.get("expert", 1)
+  if config.num_experts % ranks:
+    fits = max(d for d in range(1, ranks + 1) if config.num_experts % d == 0)
+    raise RefusedError(
+        found=f"num_experts={config.num_experts} on an expert axis of {ranks}",
+        needed="as many experts on every rank",
+        fix=f"set ici_expert_parallelism={fits} (or another divisor of {config.num_experts})",
+    )

@@ -1,0 +1,146 @@
+"""Every place where the plugin enters MaxText, why there, and what is deliberately left alone.
+
+Left alone: class names (MaxText compares them), classes themselves (names are bound at import), and everything defined in `train.py`
+(under `python -m` it runs as `__main__`, out of reach of an attribute).
+"""
+
+import contextlib
+import logging
+
+from maxtext_moe_te import versions
+from maxtext_moe_te.errors import RefusedError
+from maxtext_moe_te.host import configuration, layer, metrics, patching, rules_from_config
+from maxtext_moe_te.host.patching import Activation, Seam
+from maxtext_moe_te.settings.config import MoeTeOptions
+
+log = logging.getLogger("maxtext_moe_te")
+
+
+def activate(overlay=None, options: MoeTeOptions | None = None) -> Activation:
+  """Puts all seams in place, or none. See `maxtext_moe_te.activate`."""
+  host_version = versions.check_maxtext()
+  if options is None:
+    options = MoeTeOptions.from_mapping(overlay.moe_te if overlay else {}, source="overlay")
+  return patching.activate_once(
+      (overlay, options),
+      lambda: patching.apply_all(
+          seams(overlay, options), host_version=host_version, accept_unknown=options.unknown_host
+      ),
+  )
+
+
+def seams(overlay, options: MoeTeOptions) -> list[Seam]:
+  """The seams that these options need."""
+  needed = configuration.config_seams(overlay, options, checks=[check_config] if options.enabled else [])
+  needed.append(TRANSFORMER_ENGINE_CONTEXT)
+  if options.enabled:
+    needed.append(
+        Seam(
+            target="maxtext.layers.moe:RoutedMoE.__call__",
+            replace=layer.replacing(options),
+            fingerprints={"0.2.5": "ab9adf9faeab03ac236c37d64b31176880479daa6828ca51523aca6b8c694882"},
+            relies_on=LAYER_RELIES_ON,
+            reason="the MoE layer itself; a method, because subclasses and from-imports keep the class",
+        )
+    )
+    if options.metrics:
+      needed += METRICS
+  return needed
+
+
+# What our rules restate: if MaxText changes one of these, its models may compute something else.
+_MOE = "maxtext.layers.moe"
+LAYER_RELIES_ON = (
+    f"{_MOE}:RoutedMoE.get_topk",
+    f"{_MOE}:RoutedMoE.deepseek_routing",
+    f"{_MOE}:RoutedMoE.deepseek_scale_weights",
+    f"{_MOE}:RoutedMoE.expert_group_mask",
+    f"{_MOE}:RoutedMoE.apply_ffn_activation",
+    f"{_MOE}:RoutedMoE.load_balance_loss",
+    f"{_MOE}:RoutedMoE.megatron_seq_aux_loss",
+    f"{_MOE}:RoutedMoE.should_update_load_balance",
+    f"{_MOE}:RoutedMoE.permute",
+    f"{_MOE}:RoutedMoE.unpermute",
+    f"{_MOE}:GateLogit.__call__",
+)
+
+
+def check_config(config) -> None:
+  """Refuses, before anything is built or written, a run that would not be exact.
+
+  Raises:
+    RefusedError: with the one change that makes it run.
+  """
+  refused = rules_from_config.refusal(config)
+  if refused:
+    raise refused
+  if rules_from_config.is_moe(config):
+    rules_from_config.check_mesh(config, axis_sizes(config))
+
+
+def axis_sizes(config) -> dict[str, int]:
+  """Size of every mesh axis; one left open (-1) gets the devices the others leave."""
+  sizes = {}
+  for parallelism, devices in (
+      (config.ici_parallelism, config.num_target_devices // max(config.num_slices, 1)),
+      (config.dcn_parallelism, max(config.num_slices, 1)),
+  ):
+    known = 1
+    for size in parallelism:
+      known *= size if size > 0 else 1
+    for axis, size in zip(config.mesh_axes, parallelism):
+      sizes[axis] = sizes.get(axis, 1) * (size if size > 0 else max(devices // known, 1))
+  return sizes
+
+
+def _honest_context(original):
+  """`max_utils.transformer_engine_context` without its `except Exception: yield`.
+
+  That clause also catches what the training loop inside the context raises, yields a second time, and so turns every error of a
+  GPU run into "generator didn't stop after throw()".
+  """
+  del original
+
+  @contextlib.contextmanager
+  def transformer_engine_context():
+    try:
+      from transformer_engine.jax.sharding import MeshResource, global_shard_guard
+    except ImportError:
+      yield
+      return
+    resource = MeshResource(
+        dp_resource="data",
+        tp_resource="tensor",
+        tpsp_resource="tensor_sequence",
+        fsdp_resource="fsdp",
+        pp_resource=None,
+        cp_resource="context",
+        ep_resource="expert",
+    )
+    with global_shard_guard(resource):
+      yield
+
+  return transformer_engine_context
+
+
+TRANSFORMER_ENGINE_CONTEXT = Seam(
+    target="maxtext.utils.max_utils:transformer_engine_context",
+    replace=_honest_context,
+    fingerprints={"0.2.5": "b4adb6c9c54d8e19c9ada8a04ec2c7d63cc37893e1364eafe1a63200d57eb0ac"},
+    reason="errors of the run surface as they are",
+)
+
+METRICS = [
+    Seam(
+        target="maxtext.common.metric_logger:record_activation_metrics",
+        replace=metrics.recording,
+        fingerprints={"0.2.5": "7395fa5520b26feb53e8eb033d8a361d24e6cbae5832272853ad8418f73117d9"},
+        reason="the one place where train_step hands over what the layers recorded",
+    ),
+    Seam(
+        target="maxtext.utils.maxtext_utils:get_functional_train_with_signature",
+        replace=metrics.always_recording,
+        fingerprints={"0.2.5": "2cd634fd97b5715b86b77fe16ffcb46a06c4c5880aec67b717c62ea388ecd631"},
+        reason="train_step hands it over only under record_internal_nn_metrics",
+    ),
+]

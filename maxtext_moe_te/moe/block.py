@@ -1,0 +1,212 @@
+"""The MoE layer: routing, dispatch, experts, combine, in one shard_map in which every mesh axis is manual.
+
+Owns how the stages fit together and how their per-device results become global ones. Which implementation each stage uses is
+chosen by the caller (`Parts`), once.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from maxtext_moe_te.moe import routing
+from maxtext_moe_te.moe.experts import blocked, ragged_dot, reference
+from maxtext_moe_te.moe.experts.base import ExpertWeights, GroupedMatmul, expert_mlp
+from maxtext_moe_te.moe.rules import ExpertRule, RouterRule
+from maxtext_moe_te.moe.transport.base import Transport
+from maxtext_moe_te.moe.transport.local import LocalTransport
+from maxtext_moe_te.moe.transport.xla import XlaTransport
+
+GROUPED_MATMULS: dict[str, GroupedMatmul] = {
+    "reference": reference.grouped_matmul,
+    "ragged_dot": ragged_dot.grouped_matmul,
+    "blocked": blocked.grouped_matmul,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+  """What the layer computes, independent of devices.
+
+  Attributes:
+    num_experts: E.
+    router: the router rule.
+    expert: the expert rule.
+    dtype: of rows, products and the result.
+    sum_dtype: in which a token's K results are summed.
+    load_balance_coefficient: factor on the load-balance loss; 0 computes none.
+    balance_loss: its definition.
+  """
+
+  num_experts: int
+  router: RouterRule
+  expert: ExpertRule
+  dtype: jnp.dtype
+  sum_dtype: jnp.dtype
+  load_balance_coefficient: float = 0.0
+  balance_loss: routing.BalanceLoss = routing.BalanceLoss.SWITCH_SEQUENCE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+  """Which mesh axes split which dims. Axes of size 1 may be named or not.
+
+  Attributes:
+    mesh: the mesh; every axis of it is manual inside the layer.
+    batch: axes that split B.
+    sequence: axes that split S.
+    expert: axes that split E.
+    width: axes that split the experts' F.
+  """
+
+  mesh: jax.sharding.Mesh
+  batch: tuple[str, ...] = ()
+  sequence: tuple[str, ...] = ()
+  expert: tuple[str, ...] = ()
+  width: tuple[str, ...] = ()
+
+  def size(self, axes: tuple[str, ...]) -> int:
+    """Product of the sizes of `axes`."""
+    return math.prod(self.mesh.shape[a] for a in axes)
+
+  @property
+  def tokens(self) -> tuple[str, ...]:
+    """Axes over which tokens differ."""
+    return (*self.batch, *self.sequence)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+  """The implementation of each stage, chosen once."""
+
+  transport: Transport
+  grouped_matmul: GroupedMatmul
+
+
+class MoeOutput(NamedTuple):
+  """What leaves the layer.
+
+  Attributes:
+    y: [B,S,D] in the layer's dtype.
+    load_balance_loss: float32 scalar with its coefficient, or None.
+    rows_per_expert: int32 [E], over the whole batch.
+    receive_rows_max: int32 scalar, rows of the fullest rank.
+    receive_capacity: int, R.
+    overflow: int32 scalar, ranks whose demand exceeded R. Dropless capacities keep it at 0.
+  """
+
+  y: jax.Array
+  load_balance_loss: jax.Array | None
+  rows_per_expert: jax.Array
+  receive_rows_max: jax.Array
+  receive_capacity: jax.Array
+  overflow: jax.Array
+
+
+def choose_transport(name: str, layout: Layout, num_experts: int) -> Transport:
+  """The transport for a layout; `auto` means `local` without an expert axis and `xla` with one."""
+  ranks = layout.size(layout.expert)
+  if name == "auto":
+    name = "local" if ranks == 1 else "xla"
+  if name == "local":
+    return LocalTransport(num_experts)
+  return XlaTransport(num_experts, layout.expert, ranks, tokens_split=set(layout.expert) <= set(layout.tokens))
+
+
+def moe_block(
+    x: jax.Array,
+    logits: jax.Array,
+    gate_bias: jax.Array | None,
+    weights: ExpertWeights,
+    *,
+    spec: LayerSpec,
+    layout: Layout,
+    parts: Parts,
+) -> MoeOutput:
+  """Runs the layer.
+
+  Args:
+    x: [B,S,D].
+    logits: [B,S,E], the gate's projections before score function and bias, in the gate's dtype.
+    gate_bias: [E], as the router rule says, or None.
+    weights: of all E experts; cast to the layer's dtype inside, so that their gradients are summed over devices unrounded.
+    spec: what to compute.
+    layout: how arrays are split over the mesh.
+    parts: with what.
+
+  Returns:
+    MoeOutput.
+  """
+  tokens = P(layout.batch or None, layout.sequence or None, None)
+  expert, width = layout.expert or None, layout.width or None
+  weight_specs = ExpertWeights(
+      down=P(expert, width, None),
+      fused=P(expert, None, width),
+      gate=P(expert, None, width),
+      up=P(expert, None, width),
+      gate_bias=P(expert, width),
+      up_bias=P(expert, width),
+      down_bias=P(expert, None),
+  )
+  present = {name: array for name, array in weights._asdict().items() if array is not None}
+  specs = {name: getattr(weight_specs, name) for name in present}
+  balance = spec.load_balance_coefficient > 0.0
+
+  def per_device(x, logits, gate_bias, present):
+    return _per_device(x, logits, gate_bias, ExpertWeights(**present), spec, layout, parts, balance)
+
+  out_specs = MoeOutput(tokens, P(), P(), P(), P(), P())
+  run = jax.shard_map(
+      per_device, mesh=layout.mesh, in_specs=(tokens, tokens, P(), specs), out_specs=out_specs, check_vma=False
+  )
+  return run(x, logits, gate_bias, present)
+
+
+def _per_device(x, logits, gate_bias, weights, spec, layout, parts, balance) -> MoeOutput:
+  """One device's share; shapes are local. [b,s,D] here, T = b * s."""
+  b, s, width = x.shape
+  x = x.astype(spec.dtype)
+  weights = ExpertWeights(*(None if w is None else w.astype(spec.dtype) for w in weights))
+  if weights.down_bias is not None and layout.width:
+    # The partial products over the split width are added up below; the bias must be in one of them only.
+    weights = weights._replace(down_bias=jnp.where(jax.lax.axis_index(layout.width) == 0, weights.down_bias, 0))
+
+  routed = routing.route(spec.router, logits, gate_bias, dtype=spec.dtype)
+  k = spec.router.experts_per_token
+  sent = parts.transport.dispatch(x.reshape(b * s, width), routed.experts.reshape(-1, k), routed.weights.reshape(-1, k))
+  out = expert_mlp(parts.grouped_matmul, sent.rows, sent.group_sizes, weights, spec.expert)
+  y = parts.transport.combine(out, sent.handle, sum_dtype=spec.sum_dtype)
+  if layout.width:
+    y = jax.lax.psum(y, layout.width)
+
+  rows = routing.rows_per_expert(routed.experts, spec.num_experts).sum(0)
+  loss = _load_balance_loss(routed, s, spec, layout) if balance else None
+  received = sent.group_sizes.sum()
+  capacity = sent.rows.shape[0]
+  everywhere = tuple(layout.mesh.axis_names)
+  return MoeOutput(
+      y=y.reshape(b, s, width).astype(spec.dtype),
+      load_balance_loss=loss,
+      rows_per_expert=jax.lax.psum(rows, layout.tokens) if layout.tokens else rows,
+      receive_rows_max=jax.lax.pmax(received, everywhere),
+      receive_capacity=jnp.int32(capacity),
+      overflow=jax.lax.pmax((received > capacity).astype(jnp.int32), everywhere),
+  )
+
+
+def _load_balance_loss(routed, local_sequence, spec, layout):
+  """The mean over all sequences, each whole: its sums are taken over the devices that share it first."""
+  rows, probability_mass = routing.balance_statistics(spec.balance_loss, routed, spec.num_experts, dtype=spec.dtype)
+  if layout.sequence:
+    rows, probability_mass = jax.lax.psum((rows, probability_mass), layout.sequence)
+  loss = routing.load_balance_loss(
+      rows,
+      probability_mass,
+      sequence_length=local_sequence * layout.size(layout.sequence),
+      experts_per_token=spec.router.experts_per_token,
+  )
+  loss = loss * spec.load_balance_coefficient
+  return jax.lax.pmean(loss, layout.batch) if layout.batch else loss

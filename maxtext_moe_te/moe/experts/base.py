@@ -1,0 +1,89 @@
+"""What the experts compute, given a way to multiply grouped rows. Owns the biases, the activation and the names for remat.
+
+An implementation is one function, `grouped_matmul(rows [R,k], kernels [e,k,n], group_sizes int32 [e]) -> [R,n]`, which must leave
+the rows past the sum of group_sizes finite or untouched by anything that is used.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from maxtext_moe_te.moe.routing import function_named
+from maxtext_moe_te.moe.rules import ExpertRule
+
+GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+class ExpertWeights(NamedTuple):
+  """The weights of e experts. Either `fused` or both `gate` and `up` are given.
+
+  Attributes:
+    down: [e,F,D].
+    fused: [e,D,2F], gate half first, or None.
+    gate: [e,D,F] or None.
+    up: [e,D,F] or None.
+    gate_bias: [e,F] or None; up_bias likewise.
+    down_bias: [e,D] or None.
+  """
+
+  down: jax.Array
+  fused: jax.Array | None = None
+  gate: jax.Array | None = None
+  up: jax.Array | None = None
+  gate_bias: jax.Array | None = None
+  up_bias: jax.Array | None = None
+  down_bias: jax.Array | None = None
+
+
+def activate(rule: ExpertRule, gate: jax.Array, up: jax.Array, dtype) -> jax.Array:
+  """The gated activation: gate [R,F], up [R,F] -> [R,F] in `dtype`."""
+  if rule.activation_in_float32:
+    gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+  if rule.clamp:
+    gate, up = jnp.minimum(gate, rule.clamp), jnp.clip(up, -rule.clamp, rule.clamp)
+  return (function_named(rule.activation)(gate) * up).astype(dtype)
+
+
+def expert_mlp(grouped_matmul: GroupedMatmul, rows, group_sizes, weights: ExpertWeights, rule: ExpertRule) -> jax.Array:
+  """Runs each row through its expert.
+
+  The tensors that remat policies may keep, recompute or offload carry MaxText's own names: moe_x_sorted (the rows), moe_mlpwi_0
+  and moe_mlpwi_1 (the first product), moe_mlpwo (the result); mlpwi_0 and mlpwo as well, as MaxText has it.
+
+  Args:
+    grouped_matmul: see the module's docstring.
+    rows: [R,D] in the layer's dtype, grouped by expert.
+    group_sizes: int32 [e].
+    weights: in the layer's dtype.
+    rule: the expert rule.
+
+  Returns:
+    [R,D] in the layer's dtype; rows past the sum of group_sizes are undefined.
+  """
+  rows = checkpoint_name(rows, "moe_x_sorted")
+  if weights.fused is not None:
+    gate, up = jnp.split(grouped_matmul(rows, weights.fused, group_sizes), 2, axis=-1)
+  else:
+    gate, up = (grouped_matmul(rows, kernel, group_sizes) for kernel in (weights.gate, weights.up))
+  if weights.gate_bias is not None:
+    gate = gate + bias_of_rows(weights.gate_bias, group_sizes, rows.shape[0])
+    up = up + bias_of_rows(weights.up_bias, group_sizes, rows.shape[0])
+  gate = checkpoint_name(checkpoint_name(gate, "mlpwi_0"), "moe_mlpwi_0")
+  up = checkpoint_name(up, "moe_mlpwi_1")
+  out = grouped_matmul(activate(rule, gate, up, rows.dtype), weights.down, group_sizes)
+  if weights.down_bias is not None:
+    out = out + bias_of_rows(weights.down_bias, group_sizes, rows.shape[0])
+  return checkpoint_name(checkpoint_name(out, "mlpwo"), "moe_mlpwo")
+
+
+def expert_of_rows(group_sizes: jax.Array, rows: int) -> jax.Array:
+  """int32 [rows]: the expert of each row; e for the rows past the sum of group_sizes."""
+  return jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(rows), side="right").astype(jnp.int32)
+
+
+def bias_of_rows(bias: jax.Array, group_sizes: jax.Array, rows: int) -> jax.Array:
+  """bias [e,n] -> [rows,n], zero for unused rows, so that they add nothing to its gradient."""
+  return jnp.take(bias, expert_of_rows(group_sizes, rows), axis=0, mode="fill", fill_value=0)

@@ -1,0 +1,46 @@
+"""Expert parallelism with collectives that any device has: all-gather the tokens, reduce-scatter the results.
+
+With static shapes this moves less than a padded all-to-all: a token travels once to each rank instead of min(K, e) times. What it
+costs is memory for the group's tokens on every rank; `nccl_ep` is the transport for speed.
+"""
+
+import dataclasses
+
+import jax
+
+from maxtext_moe_te.moe.capacity import worst_case_rows
+from maxtext_moe_te.moe.transport.base import Dispatched, combine_rows, gather_rows, order_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class XlaTransport:
+  """Attributes:
+
+  num_experts: E.
+  axis: mesh axis names over which experts are split.
+  ranks: product of their sizes.
+  tokens_split: whether tokens are split over `axis` too; if not, every rank of the group already has all of them.
+  """
+
+  num_experts: int
+  axis: tuple[str, ...]
+  ranks: int
+  tokens_split: bool
+  name: str = "xla"
+
+  def dispatch(self, x, experts, weights):
+    """See `Transport.dispatch`. N = ranks * T if tokens are split, else T; R is the worst case."""
+    if self.tokens_split:
+      x, experts, weights = (jax.lax.all_gather(a, self.axis, tiled=True) for a in (x, experts, weights))
+    count = self.num_experts // self.ranks
+    capacity = worst_case_rows(group_tokens=x.shape[0], experts_per_token=experts.shape[1], local_experts=count)
+    order = order_rows(experts, first=jax.lax.axis_index(self.axis) * count, count=count, capacity=capacity)
+    return Dispatched(gather_rows(x, order), order.group_sizes, (order, weights))
+
+  def combine(self, rows, handle, *, sum_dtype):
+    """See `Transport.combine`. Each rank sums what its experts contribute; the ranks' sums are then added."""
+    order, weights = handle
+    partial = combine_rows(rows, weights, order, sum_dtype)
+    if self.tokens_split:
+      return jax.lax.psum_scatter(partial, self.axis, tiled=True)
+    return jax.lax.psum(partial, self.axis)

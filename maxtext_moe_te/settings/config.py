@@ -1,0 +1,82 @@
+"""The plugin's own options: their names, defaults and allowed values.
+
+Owns validation only. Whether a choice is possible on this machine is decided where the stage is built.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from maxtext_moe_te.errors import OptionError, nearest
+
+CHOICES = {
+  "router": ("auto", "jax", "te"),
+  "transport": ("auto", "local", "xla", "nccl_ep"),
+  "experts": ("auto", "reference", "ragged_dot", "blocked", "te"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoeTeOptions:
+  """The `moe_te` options. `auto` may choose and logs why; any other value is honoured or the run fails.
+
+  Args:
+    enabled: false leaves MaxText's own MoE layer in place; an overlay's MaxText keys still apply.
+    router: which router computes scores and expert choice.
+    transport: what carries rows to the ranks that hold their experts.
+    experts: what multiplies the rows with the expert weights.
+    metrics: report rows per expert, receive demand and overflow from every decoder block.
+    unknown_host: accept a MaxText function whose source differs from the recorded fingerprint.
+  """
+
+  enabled: bool = True
+  router: str = "auto"
+  transport: str = "auto"
+  experts: str = "auto"
+  metrics: bool = True
+  unknown_host: bool = False
+
+  def __post_init__(self):
+    _check(self.as_dict(), "the arguments of MoeTeOptions")
+
+  @classmethod
+  def from_mapping(cls, mapping: Mapping[str, Any], source: str) -> "MoeTeOptions":
+    """Options from a mapping of names to values; what it does not name keeps its default.
+
+    Args:
+      mapping: option names without the `moe_te.` prefix.
+      source: where the mapping comes from, for error messages.
+
+    Raises:
+      OptionError: an unknown option, or a value of the wrong type or outside the choices.
+    """
+    return cls().replace_from(mapping, source)
+
+  def replace_from(self, mapping: Mapping[str, Any], source: str) -> "MoeTeOptions":
+    """These options with those in `mapping` replaced; see `from_mapping`."""
+    _check(mapping, source)
+    return dataclasses.replace(self, **mapping)
+
+  def as_dict(self) -> dict[str, Any]:
+    return dataclasses.asdict(self)
+
+
+def _check(mapping, source):
+  names = [field.name for field in dataclasses.fields(MoeTeOptions)]
+  for key, value in mapping.items():
+    if key not in names:
+      near = nearest(str(key), names)
+      raise OptionError(
+        found=f"unknown option moe_te.{key} in {source}",
+        needed=f"one of {', '.join(names)}",
+        fix=f"write moe_te.{near}" if near else f"remove moe_te.{key}",
+      )
+    if key not in CHOICES and not isinstance(value, bool):
+      raise OptionError(
+        found=f"moe_te.{key}={value} in {source}", needed="true or false", fix=f"write moe_te.{key}=true or moe_te.{key}=false"
+      )
+    if key in CHOICES and value not in CHOICES[key]:
+      near = nearest(str(value), CHOICES[key]) or "auto"
+      raise OptionError(
+        found=f"moe_te.{key}={value} in {source}", needed=f"one of {', '.join(CHOICES[key])}", fix=f"write moe_te.{key}={near}"
+      )

@@ -1,0 +1,57 @@
+"""What every test session needs before jax is imported, and the one place that decides what is skipped.
+
+A skip has a reason and is central; `--require-host`, `--require-gpu` and `--require-te` (or MOE_TE_REQUIRE="host gpu te") turn the
+skips of that kind into failures, for the machines whose job it is to run them.
+"""
+
+import functools
+import importlib.util
+import os
+import sys
+
+import pytest
+
+KINDS = ("host", "gpu", "te")
+
+
+def pytest_addoption(parser):
+  for kind in KINDS:
+    parser.addoption(f"--require-{kind}", action="store_true", help=f"a test marked `{kind}` that cannot run fails instead of skipping")
+
+
+def pytest_configure(config):
+  if "jax" in sys.modules:
+    raise pytest.UsageError("jax was imported before the tests could choose its platform")
+  os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {os.environ.get('XLA_FLAGS', '')}".strip()
+  os.environ.setdefault("DECOUPLE_GCLOUD", "TRUE")
+  if not required(config, "gpu"):
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def pytest_runtest_setup(item):
+  for kind in KINDS:
+    if item.get_closest_marker(kind):
+      reason = missing(kind)
+      if reason and required(item.config, kind):
+        pytest.fail(f"{kind} tests are required and cannot run: {reason}", pytrace=False)
+      if reason:
+        pytest.skip(reason)
+
+
+def required(config, kind):
+  return config.getoption(f"--require-{kind}") or kind in os.environ.get("MOE_TE_REQUIRE", "").split()
+
+
+@functools.cache
+def missing(kind):
+  """Why tests of a kind cannot run here, or None."""
+  if kind == "host":
+    return None if importlib.util.find_spec("maxtext") else "MaxText is not installed"
+  if kind == "te":
+    return None if importlib.util.find_spec("transformer_engine") else "Transformer Engine is not installed"
+  platforms = os.environ.get("JAX_PLATFORMS", "")
+  if platforms and "cuda" not in platforms and "gpu" not in platforms:
+    return f"no GPU asked for: JAX_PLATFORMS={platforms} (pass --require-gpu)"
+  import jax
+
+  return None if jax.default_backend() == "gpu" else f"jax found no GPU, only {jax.default_backend()}"

@@ -1,0 +1,205 @@
+"""Inputs, error metrics and MaxText layers for the tests. Imports jax; imports MaxText only inside functions that need it."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def relative_error(actual, expected) -> float:
+  """Relative Frobenius error, computed in float64; NaN if either has one."""
+  actual, expected = (np.asarray(a, np.float64) for a in (actual, expected))
+  return float(np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-30))
+
+
+def assert_close(actual: dict, expected: dict, *, forward: float, gradient: float, forward_names=("y", "load_balance_loss", "bias_update")):
+  """Holds two results of `run_layer` together and names every entry that differs."""
+  assert actual.keys() == expected.keys()
+  errors = {name: relative_error(actual[name], expected[name]) for name in expected}
+  bounds = {name: forward if name in forward_names else gradient for name in expected}
+  bad = {name: f"{errors[name]:.2e} > {bounds[name]:.0e}" for name in errors if not errors[name] <= bounds[name]}
+  assert not bad, f"relative errors over their bound: {bad}"
+
+
+def maxtext_config(model_name: str, **overrides):
+  """A reduced configuration of a MaxText model, float32, for 8 experts top 2 unless overridden."""
+  from maxtext.configs import pyconfig
+
+  reduced = dict(
+      override_model_config=True,
+      model_name=model_name,
+      run_name="test",
+      base_output_directory="unused",
+      enable_checkpointing=False,
+      hardware="cpu",
+      skip_jax_distributed_system=True,
+      log_config=False,
+      dtype="float32",
+      weight_dtype="float32",
+      matmul_precision="highest",
+      base_emb_dim=64,
+      base_mlp_dim=48,
+      base_moe_mlp_dim=48,
+      num_experts=8,
+      num_experts_per_tok=2,
+      vocab_size=128,
+      max_target_length=32,
+      per_device_batch_size=1,
+      megablox=False,
+      sparse_matmul=True,
+      load_balance_loss_weight=0.01,
+  )
+  base = pyconfig.__file__.replace("pyconfig.py", "base.yml")
+  return pyconfig.initialize(["test", base], **{**reduced, **overrides})
+
+
+def mesh_of(config, devices: int):
+  """The mesh MaxText makes for `config` on the first `devices` devices."""
+  from maxtext.utils import maxtext_utils
+
+  return jax.sharding.Mesh(maxtext_utils.create_device_mesh(config, jax.devices()[:devices]), config.mesh_axes)
+
+
+def routed_moe(config, mesh, seed: int = 0):
+  """A `RoutedMoE` with random weights and, where it has one, a random router bias."""
+  from flax import nnx
+  from flax.linen import partitioning
+  from maxtext.layers import initializers, moe
+
+  with jax.set_mesh(mesh), partitioning.axis_rules(config.logical_axis_rules):
+    module = moe.RoutedMoE(
+        config=config,
+        num_experts=config.num_experts,
+        num_experts_per_tok=config.num_experts_per_tok,
+        mesh=mesh,
+        kernel_init=initializers.nd_dense_init(1.0, "fan_in", "truncated_normal"),
+        kernel_axes=("embed", None),
+        intermediate_dim=config.moe_mlp_dim,
+        dtype=config.dtype,
+        weight_dtype=config.weight_dtype,
+        rngs=nnx.Rngs(seed),
+    )
+    for name in ("gate.bias", "wi_0_bias", "wi_1_bias", "wo_bias", "per_expert_scale"):
+      parameter = functools.reduce(lambda m, n: getattr(m, n, None), name.split("."), module)
+      if parameter is not None:
+        key = jax.random.fold_in(jax.random.key(seed + 1), len(name))
+        parameter[...] = parameter[...] + 0.1 * jax.random.normal(key, parameter.shape, parameter.dtype)
+  return module
+
+
+def run_layer(config, mesh, call, module, x, cotangent) -> dict:
+  """Output, losses and every gradient of one layer.
+
+  Args:
+    config: its MaxText configuration.
+    mesh: its mesh.
+    call: `RoutedMoE.__call__`, MaxText's or ours.
+    module: the layer.
+    x: [B,S,D].
+    cotangent: [B,S,D], weights of the scalar that is differentiated; the load-balance loss enters it with factor 3.
+
+  Returns:
+    dict of arrays: y, load_balance_loss, bias_update where there are any; d_x; one gradient per parameter.
+  """
+  from flax import nnx
+  from flax.linen import partitioning
+
+  graph, state = nnx.split(module)
+
+  @jax.jit
+  def value_and_gradients(state, x):
+    def scalar(state, x):
+      y, loss, update = call(nnx.merge(graph, state), x)
+      total = (y.astype(jnp.float32) * cotangent).sum() + (0.0 if loss is None else 3.0 * loss)
+      return total, {"y": y, "load_balance_loss": loss, "bias_update": update}
+
+    return jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True, allow_int=True)(state, x)
+
+  with jax.set_mesh(mesh), partitioning.axis_rules(config.logical_axis_rules):
+    (_, results), (d_state, d_x) = value_and_gradients(state, x)
+  results = {name: value for name, value in results.items() if value is not None} | {"d_x": d_x}
+  for path, leaf in nnx.to_flat_state(d_state):
+    name = ".".join(map(str, path))
+    if "rng" not in name.lower():
+      results[f"d_{name}"] = leaf[...] if hasattr(leaf, "shape") else leaf.value
+  return jax.device_get(results)
+
+
+def layer_inputs(config, batch: int = 8, seed: int = 1):
+  """(x [B,S,D], cotangent [B,S,D]) in float32, random."""
+  shape = (batch, config.max_target_length, config.emb_dim)
+  return tuple(jax.random.normal(jax.random.key(seed + i), shape) for i in range(2))
+
+
+def our_call(**options):
+  """`RoutedMoE.__call__` under the plugin, without activating it."""
+  from maxtext.layers import moe
+
+  from maxtext_moe_te.host import layer
+  from maxtext_moe_te.settings.config import MoeTeOptions
+
+  return layer.replacing(MoeTeOptions(**options))(moe.RoutedMoE.__call__)
+
+
+def train(output, words, *, overlay=None, options=None) -> list[dict]:
+  """Runs MaxText's trainer in this process and returns its metrics, one dict per step.
+
+  Args:
+    output: folder for everything it writes.
+    words: key=value words added to a tiny run on synthetic data.
+    overlay: an `Overlay`, or None.
+    options: a `MoeTeOptions` to activate the plugin with; None leaves it inactive.
+  """
+  from maxtext.configs import pyconfig
+  from maxtext.trainers.pre_train import train as trainer
+
+  import maxtext_moe_te
+
+  metrics = output / "metrics.jsonl"
+  tiny = dict(
+      run_name="test",
+      base_output_directory=output,
+      metrics_file=metrics,
+      enable_checkpointing=False,
+      hardware="cpu",
+      skip_jax_distributed_system=True,
+      log_config=False,
+      enable_tensorboard=False,
+      dataset_type="synthetic",
+      dtype="float32",
+      weight_dtype="float32",
+      matmul_precision="highest",
+      base_emb_dim=64,
+      base_mlp_dim=48,
+      base_moe_mlp_dim=48,
+      base_num_query_heads=4,
+      base_num_kv_heads=4,
+      head_dim=16,
+      base_num_decoder_layers=3,
+      num_experts=8,
+      num_experts_per_tok=2,
+      vocab_size=256,
+      max_target_length=32,
+      per_device_batch_size=1,
+      steps=3,
+      learning_rate=1e-3,
+      warmup_steps_fraction=0.1,
+      attention="dot_product",
+      megablox=False,
+      sparse_matmul=True,
+      override_model_config=True,
+  )
+  base = pyconfig.__file__.replace("pyconfig.py", "base.yml")
+  given = dict(word.split("=", 1) for word in words)
+  argv = ["train", base, *(f"{key}={value}" for key, value in {**tiny, **given}.items())]
+  metrics.unlink(missing_ok=True)
+  if options is None:
+    trainer.main(argv)
+  else:
+    with maxtext_moe_te.activate(overlay=overlay, options=options) as activation:
+      trainer.main(argv)
+    layer_calls = activation.calls["maxtext.layers.moe:RoutedMoE.__call__"]
+    assert layer_calls > 0 or not options.enabled, "the plugin's layer was never called"
+  return [json.loads(line) for line in metrics.read_text().splitlines()]

@@ -1,0 +1,55 @@
+"""The layer on 8 CPU devices against MaxText's own layer on one, float32, forward and every gradient."""
+
+import jax
+import pytest
+from tests import helpers, tolerances
+
+pytestmark = pytest.mark.host
+
+FAMILIES = {
+    "deepseek3": dict(model_name="deepseek3-671b", n_routing_groups=4, topk_routing_group=2, routed_bias_update_rate=1e-3),
+    "mixtral": dict(model_name="mixtral-8x7b"),
+    "qwen3": dict(model_name="qwen3-30b-a3b"),
+}
+MESHES = {
+    "expert4-fsdp2": dict(ici_expert_parallelism=4, ici_fsdp_parallelism=2),
+    "expert2-data2-fsdp2": dict(ici_expert_parallelism=2, ici_data_parallelism=2, ici_fsdp_parallelism=2),
+    "expert2-tensor2-fsdp2": dict(ici_expert_parallelism=2, ici_tensor_parallelism=2, ici_fsdp_parallelism=2),
+    "expert2-context2-tensor2": dict(ici_expert_parallelism=2, ici_context_parallelism=2, ici_tensor_parallelism=2, ici_fsdp_parallelism=1),
+    "expert8": dict(ici_expert_parallelism=8, ici_fsdp_parallelism=1),
+    "data4-fsdp2": dict(ici_data_parallelism=4, ici_fsdp_parallelism=2),
+}
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+  """MaxText's own results on one device, by family."""
+  cache = {}
+
+  def get(family, prefused):
+    if (family, prefused) not in cache:
+      from maxtext.layers import moe
+
+      config = helpers.maxtext_config(**FAMILIES[family], ici_fsdp_parallelism=1, prefuse_moe_weights=prefused)
+      mesh = helpers.mesh_of(config, 1)
+      module = helpers.routed_moe(config, mesh)
+      results = helpers.run_layer(config, mesh, moe.RoutedMoE.__call__, module, *helpers.layer_inputs(config))
+      cache[family, prefused] = results
+    return cache[family, prefused]
+
+  return get
+
+
+@pytest.mark.parametrize("mesh_name", MESHES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_one_device(on_one_device, family, mesh_name):
+  assert jax.device_count() >= 8, "the suite forces 8 CPU devices"
+  prefused = "tensor" in mesh_name or family == "mixtral"
+  config = helpers.maxtext_config(**FAMILIES[family], **MESHES[mesh_name], prefuse_moe_weights=prefused)
+  mesh = helpers.mesh_of(config, 8)
+  module = helpers.routed_moe(config, mesh)
+  for experts in ("ragged_dot", "blocked") if mesh_name == "expert4-fsdp2" else ("ragged_dot",):
+    actual = helpers.run_layer(config, mesh, helpers.our_call(experts=experts), module, *helpers.layer_inputs(config))
+    helpers.assert_close(
+        actual, on_one_device(family, prefused), forward=tolerances.FLOAT32_FORWARD, gradient=tolerances.FLOAT32_GRADIENT
+    )

@@ -1,0 +1,14 @@
+"""Every tolerance of the suite, with its reason. A test takes its bound from here; loosening one means changing its reason."""
+
+# Relative Frobenius error, ours against MaxText's own layer, both in float32. The sums run over the same products in another order:
+# a few units in the last place (1.2e-7) times the square root of the number of terms.
+FLOAT32_FORWARD = 1e-5
+FLOAT32_GRADIENT = 1e-4
+
+# Our bfloat16 error against the float32 oracle, as a multiple of MaxText's own bfloat16 error against it. Both round at the same
+# places, but not always in the same order.
+BFLOAT16_RATIO = 1.2
+
+# Relative difference of the loss of one training step, ours against plain MaxText's, float32, over ten steps. Adam divides by the
+# root of the second moment, which in the first steps turns rounding of tiny gradients into visible updates.
+TRAINING_LOSS = 1e-4

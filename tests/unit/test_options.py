@@ -1,0 +1,64 @@
+"""The options: defaults, types, choices, and what a mistake is told."""
+
+import dataclasses
+
+import pytest
+
+from maxtext_moe_te.errors import OptionError
+from maxtext_moe_te.settings.config import CHOICES, MoeTeOptions
+
+
+def test_defaults():
+  assert MoeTeOptions().as_dict() == {
+    "enabled": True,
+    "router": "auto",
+    "transport": "auto",
+    "experts": "auto",
+    "metrics": True,
+    "unknown_host": False,
+  }
+
+
+def test_later_wins_and_the_rest_stays():
+  first = MoeTeOptions.from_mapping({"router": "jax", "metrics": False}, "a.yml")
+  second = first.replace_from({"router": "te"}, "the command line")
+  assert (second.router, second.metrics) == ("te", False)
+  assert first.router == "jax"
+
+
+def test_options_are_frozen_and_hashable():
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    MoeTeOptions().router = "te"
+  assert hash(MoeTeOptions()) == hash(MoeTeOptions())
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_every_choice_is_accepted(name):
+  for value in CHOICES[name]:
+    assert getattr(MoeTeOptions.from_mapping({name: value}, "x"), name) == value
+
+
+@pytest.mark.parametrize(
+  ("mapping", "text"),
+  [
+    (
+      {"ruoter": "te"},
+      "unknown option moe_te.ruoter in my.yml; needed: one of enabled, router, transport, experts, metrics, unknown_host. "
+      "Fix: write moe_te.router.",
+    ),
+    ({"zzz": 1}, "Fix: remove moe_te.zzz."),
+    ({"router": "tee"}, "moe_te.router=tee in my.yml; needed: one of auto, jax, te. Fix: write moe_te.router=te."),
+    ({"experts": True}, "moe_te.experts=True in my.yml; needed: one of auto, reference, ragged_dot, blocked, te."),
+    ({"enabled": "yes"}, "moe_te.enabled=yes in my.yml; needed: true or false. Fix: write moe_te.enabled=true or moe_te.enabled=false."),
+    ({"metrics": 1}, "moe_te.metrics=1 in my.yml; needed: true or false."),
+  ],
+)
+def test_mistakes(mapping, text):
+  with pytest.raises(OptionError) as caught:
+    MoeTeOptions.from_mapping(mapping, "my.yml")
+  assert text in str(caught.value)
+
+
+def test_construction_is_checked_too():
+  with pytest.raises(OptionError, match="moe_te.router=x in the arguments of MoeTeOptions"):
+    MoeTeOptions(router="x")
