@@ -1,5 +1,6 @@
-"""The command line: `maxtext-moe-te train|run|demo`. Owns the words it takes out of MaxText's arguments, errors and exit statuses.
+"""The command line: `maxtext-moe-te train|run|demo`.
 
+Owns the words it takes out of MaxText's arguments, how errors are shown, and exit statuses; no logic beyond that.
 Nothing heavy is imported before a command needs it, and jax not before the overlay's environment is in place.
 """
 
@@ -107,7 +108,9 @@ def split_words(words: list[str]) -> tuple[list[str], str | None, dict]:
     elif name == "moe_te" or name.startswith("moe_te."):
       if not equals or not name.removeprefix("moe_te"):
         raise OptionError(
-          found=f"the word {word!r} on the command line", needed="moe_te.OPTION=VALUE", fix="write for example moe_te.router=jax"
+          found=f"the word {word!r} on the command line",
+          needed="moe_te.OPTION=VALUE",
+          fix="write for example moe_te.router=jax",
         )
       options[name.removeprefix("moe_te.")] = _value(value)
     else:
@@ -164,7 +167,9 @@ def _check_module(module):
   if found is None:
     last = {name.rpartition(".")[2]: name for name in KNOWN_MODULES}
     near = nearest(module, KNOWN_MODULES) or last.get(nearest(module.rpartition(".")[2], last), TRAIN)
-    raise OptionError(found=f"there is no module {module}", needed="a MaxText entry point by its full name", fix=f"write {near}")
+    raise OptionError(
+      found=f"there is no module {module}", needed="a MaxText entry point by its full name", fix=f"write {near}"
+    )
 
 
 def _ours(error):

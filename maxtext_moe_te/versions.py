@@ -1,6 +1,7 @@
 """Supported versions of the packages the plugin meets, each floor with its reason.
 
-One table, used by the code, the tests and the documentation. Imports none of the packages: versions come from installed metadata.
+One table, used by the code, the tests and the documentation. Imports none of the packages: versions come from installed
+metadata.
 """
 
 import importlib.metadata

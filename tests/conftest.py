@@ -1,7 +1,7 @@
 """What every test session needs before jax is imported, and the one place that decides what is skipped.
 
-A skip has a reason and is central; `--require-host`, `--require-gpu` and `--require-te` (or MOE_TE_REQUIRE="host gpu te") turn the
-skips of that kind into failures, for the machines whose job it is to run them.
+A skip has a reason and is central; `--require-host`, `--require-gpu` and `--require-te` (or MOE_TE_REQUIRE="host gpu te")
+turn the skips of that kind into failures, for the machines whose job it is to run them.
 """
 
 import functools
@@ -16,7 +16,7 @@ KINDS = ("host", "gpu", "te")
 
 def pytest_addoption(parser):
   for kind in KINDS:
-    parser.addoption(f"--require-{kind}", action="store_true", help=f"a test marked `{kind}` that cannot run fails instead of skipping")
+    parser.addoption(f"--require-{kind}", action="store_true", help=f"fail the tests marked `{kind}` that cannot run")
 
 
 def pytest_configure(config):

@@ -1,8 +1,8 @@
 """The configuration seam: puts an overlay and our options into every configuration that MaxText resolves.
 
-Owns precedence (base chain < model YAML < overlay < the user's own command line, keyword arguments and `M_` variables), the messages
-for keys that do not exist, and the two switches away from MaxText's dropping and Transformer Engine MoE paths. It does not judge
-models: the checks it is given do, on the resolved configuration.
+Owns precedence (base chain < model YAML < overlay < the user's own command line, keyword arguments and `M_` variables), the
+messages for keys that do not exist, and the two switches away from MaxText's dropping and Transformer Engine MoE paths. It
+does not judge models: the checks it is given do, on the resolved configuration.
 """
 
 import functools
@@ -33,16 +33,14 @@ _FINGERPRINTS = {
   "initialize_pydantic": {"0.2.5": "a4a5f8b57ef205a57ae6d6e851b04efcc90320bdd6d0c7ee863ecfb7b111c940"},
 }
 
-# What is switched when a YAML asks for a MoE path that the plugin replaces. Only the first keys decide on the path; the others
-# belong to it and would fail MaxText's validators without it.
+# What is switched when a YAML asks for a MoE path that the plugin replaces. Some keys decide on the path,
+# the others belong to it and would fail MaxText's validators without it.
 _TO_DROPLESS = {"sparse_matmul": True, "capacity_factor": -1.0, "megablox": False}
 _FROM_UPSTREAM_TE = {"te_moe_block": False, "te_gmm_quantization": "", "ragged_buffer_factor": -1.0}
 _DECISIVE = ("num_experts", *_TO_DROPLESS, *_FROM_UPSTREAM_TE)
 
 
-def config_seams(
-  overlay: Overlay | None, options: MoeTeOptions, checks: Sequence[Callable[[Any], None]] = ()
-) -> list[Seam]:
+def config_seams(overlay: Overlay | None, options: MoeTeOptions, checks: Sequence[Callable[[Any], None]] = ()) -> list[Seam]:
   """The seams on MaxText's two ways to a configuration.
 
   Args:
@@ -251,7 +249,7 @@ def _names(fields):
 
 
 def _switches(run, config_class, injected, overlay):
-  """What turns MaxText's dropping or Transformer Engine MoE path, if the run would take one, into the path the plugin replaces."""
+  """The keys that lead a run from MaxText's dropping or Transformer Engine MoE path to the one the plugin replaces."""
   defaults = {key: config_class.model_fields[key].default for key in _DECISIVE if key in config_class.model_fields}
   stock = {**defaults, **run.resolved({})}
   switched = {}
@@ -264,7 +262,9 @@ def _switches(run, config_class, injected, overlay):
       ", ".join(_shown(key, value) for key, value in {**injected, **switched}.items() if key in _TO_DROPLESS),
     )
   if _true(stock.get("te_moe_block")):
-    _refuse_words(run, stock, _FROM_UPSTREAM_TE, tuple(_FROM_UPSTREAM_TE), "selects MaxText's own Transformer Engine MoE block")
+    _refuse_words(
+      run, stock, _FROM_UPSTREAM_TE, tuple(_FROM_UPSTREAM_TE), "selects MaxText's own Transformer Engine MoE block"
+    )
     switched |= _changed(run, stock, injected, _FROM_UPSTREAM_TE)
     was = ", ".join(_shown(key, stock[key]) for key in switched if key in _FROM_UPSTREAM_TE and key != "te_moe_block")
     log.info("MaxText's te_moe_block replaced by the plugin%s", f" (not used: {was})" if was else "")
@@ -312,7 +312,8 @@ def _permission(run, replaced):
     return {}
   if "override_model_config" in run.user:
     raise OptionError(
-      found=f"{', '.join(replaced)} must differ from {run.model_path}, and {run.by_user('override_model_config')} does not allow it",
+      found=f"{', '.join(replaced)} must differ from {run.model_path}, "
+      f"and {run.by_user('override_model_config')} does not allow it",
       needed="override_model_config=true on the command line",
       fix="write override_model_config=true, or remove the word: the overlay needs none",
     )

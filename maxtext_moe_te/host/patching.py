@@ -1,7 +1,7 @@
 """Replacing attributes of other modules and putting them back: mechanism only, it knows no host.
 
-`python -m maxtext_moe_te.host.patching TARGET[,TARGET…] …` prints the fingerprint to record for a seam (the further targets of one
-word are those that it `relies_on`).
+`python -m maxtext_moe_te.host.patching TARGET[,TARGET…] …` prints the fingerprint to record for a seam (the further targets
+of one word are those that it `relies_on`).
 """
 
 import ast
@@ -13,7 +13,7 @@ import inspect
 import logging
 import sys
 import textwrap
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,14 +140,14 @@ def apply_all(seams: Sequence[Seam], *, host_version: str, accept_unknown: bool 
   return activation
 
 
-_current: tuple[Hashable, Activation] | None = None
+_current: tuple[Any, Activation] | None = None
 
 
-def activate_once(key: Hashable, make: Callable[[], Activation]) -> Activation:
+def activate_once(key: Any, make: Callable[[], Activation]) -> Activation:
   """One activation per process: the same settings give the same one again.
 
   Args:
-    key: the settings it stands for.
+    key: the settings it stands for, compared with ==.
     make: makes it.
 
   Raises:
@@ -240,6 +240,8 @@ def _counted(new, target, calls):
 
 def _describe(value):
   value = getattr(value, "__func__", value)
+  while inspect.isfunction(value) and value.__globals__["__name__"] == "contextlib":
+    value = value.__wrapped__  # what @contextmanager was put on
   if inspect.isfunction(value):
     # Not __module__ and __qualname__: a replacement made with functools.wraps carries the original's.
     return f"{value.__globals__['__name__']}.{value.__code__.co_qualname.replace('<locals>.', '')}"

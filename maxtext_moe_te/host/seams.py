@@ -5,22 +5,22 @@ Left alone: class names (MaxText compares them), classes themselves (names are b
 """
 
 import contextlib
-import logging
+import dataclasses
+import sys
 
 from maxtext_moe_te import versions
-from maxtext_moe_te.errors import RefusedError
 from maxtext_moe_te.host import configuration, layer, metrics, patching, rules_from_config
 from maxtext_moe_te.host.patching import Activation, Seam
 from maxtext_moe_te.settings.config import MoeTeOptions
 
-log = logging.getLogger("maxtext_moe_te")
+TRAIN = "maxtext.trainers.pre_train.train"
 
 
 def activate(overlay=None, options: MoeTeOptions | None = None) -> Activation:
   """Puts all seams in place, or none. See `maxtext_moe_te.activate`."""
-  host_version = versions.check_maxtext()
   if options is None:
     options = MoeTeOptions.from_mapping(overlay.moe_te if overlay else {}, source="overlay")
+  host_version = versions.check_maxtext(accept_unknown=options.unknown_host)
   return patching.activate_once(
       (overlay, options),
       lambda: patching.apply_all(
@@ -45,6 +45,8 @@ def seams(overlay, options: MoeTeOptions) -> list[Seam]:
     )
     if options.metrics:
       needed += METRICS
+      if TRAIN in sys.modules:  # imported before us, it has bound the recorder's name
+        needed.append(dataclasses.replace(METRICS[0], target=f"{TRAIN}:record_activation_metrics"))
   return needed
 
 

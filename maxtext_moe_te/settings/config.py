@@ -73,10 +73,14 @@ def _check(mapping, source):
       )
     if key not in CHOICES and not isinstance(value, bool):
       raise OptionError(
-        found=f"moe_te.{key}={value} in {source}", needed="true or false", fix=f"write moe_te.{key}=true or moe_te.{key}=false"
+        found=f"moe_te.{key}={value} in {source}",
+        needed="true or false",
+        fix=f"write moe_te.{key}=true or moe_te.{key}=false",
       )
     if key in CHOICES and value not in CHOICES[key]:
       near = nearest(str(value), CHOICES[key]) or "auto"
       raise OptionError(
-        found=f"moe_te.{key}={value} in {source}", needed=f"one of {', '.join(CHOICES[key])}", fix=f"write moe_te.{key}={near}"
+        found=f"moe_te.{key}={value} in {source}",
+        needed=f"one of {', '.join(CHOICES[key])}",
+        fix=f"write moe_te.{key}={near}",
       )

@@ -1,7 +1,7 @@
 """Overlays: YAML files that add MaxText keys, XLA flags, environment variables and our options to a run.
 
-Owns reading, joining and what belongs to the environment. Whether a MaxText key exists, and what wins against the user's own words,
-is decided in `host.configuration`, where MaxText can be asked.
+Owns reading, joining and what belongs to the environment. Whether a MaxText key exists, and what wins against the user's own
+words, is decided in `host.configuration`, where MaxText can be asked.
 """
 
 import re
@@ -48,8 +48,8 @@ class Overlay:
 def load(spec: str) -> Overlay:
   """Loads `NAME|PATH[,…]`.
 
-  A NAME is looked up among the overlays that come with the package; a word with a path separator, or ending in .yml or .yaml, is a
-  path. Keys may be set by several files as long as they agree.
+  A NAME is looked up among the overlays that come with the package; a word with a path separator, or ending in .yml or
+  .yaml, is a path. Keys may be set by several files as long as they agree.
 
   Raises:
     OverlayError: a file is missing or malformed, or two files contradict each other.
@@ -154,14 +154,18 @@ def _map(value, path, what):
   if value is None:
     return {}
   if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-    raise OverlayError(found=f"{what} in {path} is not a map from names to values", needed="KEY: VALUE lines", fix="correct the file")
+    raise OverlayError(
+      found=f"{what} in {path} is not a map from names to values", needed="KEY: VALUE lines", fix="correct the file"
+    )
   return value
 
 
 def _check_environment(path, section, key, value):
   if not isinstance(value, str | int | float):
     raise OverlayError(
-      found=f"{section}.{key} in {path} is {value!r}", needed="text, a number, true or false", fix=f"write one value for {key}"
+      found=f"{section}.{key} in {path} is {value!r}",
+      needed="text, a number, true or false",
+      fix=f"write one value for {key}",
     )
   if section == "xla_flags" and (key.startswith("-") or " " in str(value)):
     raise OverlayError(

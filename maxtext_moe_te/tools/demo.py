@@ -30,15 +30,19 @@ from maxtext_moe_te.errors import MoeTeError, OptionError, VersionError
 from maxtext_moe_te.settings import overlay
 
 RUN_NAME = "demo"
+TOKENIZER = "tokenizer.llama2"  # MaxText ships it; 32,000 ids, the fewest of those it ships
 WARM_UP_STEPS = 5  # left out of the speed: the first steps of a process wait for compilation and fill pipelines
 ENDS = 10  # steps averaged for the loss at the end
 STOP_SECONDS = 30  # for a stopped training to finish writing a checkpoint
-OWN_KEYS = {
-  "steps": "write --steps N",
-  **dict.fromkeys(
-    ("run_name", "base_output_directory", "grain_train_files", "metrics_file", "jax_cache_dir"), "write --output DIR"
-  ),
-}
+OWN_KEYS = (
+  "steps",
+  "tokenizer_path",
+  "grain_train_files",
+  "run_name",
+  "base_output_directory",
+  "metrics_file",
+  "jax_cache_dir",
+)
 # MaxText's own layer, computing every expert for every token: exact and dropless, and on a CPU faster than its sparse path.
 PLAIN = ("moe_te.enabled=false", "sparse_matmul=false", "capacity_factor=-1")
 
@@ -57,13 +61,12 @@ def main(argv: list[str]) -> int:
   """
   arguments = _parse(argv)
   say = print if not arguments.json else lambda *words: print(*words, file=sys.stderr)
-  settings = overlay.load("demo").maxtext
-  steps = arguments.steps or settings["steps"]
+  steps = arguments.steps or overlay.load("demo").maxtext["steps"]
   words = [*(PLAIN if arguments.plain else ()), *arguments.word]
   folder = Folder(arguments.output)
   try:
     with folder.open(configuration(steps, words), fresh=arguments.fresh):
-      entropy = write_text(folder.text, settings["tokenizer_path"], say)
+      entropy = write_text(folder.text, say)
       status = 0
       if folder.checkpoint() == steps - 1:
         say(f"{folder.root} holds this demo, finished after {steps} steps. `--fresh` starts over.")
@@ -102,7 +105,9 @@ def _parse(argv):
       raise OptionError(found=f"the word {word!r}", needed="KEY=VALUE", fix="correct or remove it")
     if key in OWN_KEYS:
       raise OptionError(
-        found=f"the word {word}", needed=f"other keys than {', '.join(OWN_KEYS)}, which the demo sets", fix=OWN_KEYS[key]
+        found=f"the word {word}",
+        needed="a key that the demo does not set itself",
+        fix="write --steps N" if key == "steps" else "remove it; --output DIR says where everything lies",
       )
   return arguments
 
@@ -256,7 +261,7 @@ def serialize_example(text: str) -> bytes:
   return field(1, field(1, field(1, b"text") + field(2, feature)))  # Example.features.feature["text"]
 
 
-def write_text(path: Path, tokenizer: str, say) -> float:
+def write_text(path: Path, say) -> float:
   """Writes the text where grain can read it, unless it is there; returns its unigram entropy (nats per token)."""
   try:
     import sentencepiece
@@ -275,7 +280,7 @@ def write_text(path: Path, tokenizer: str, say) -> float:
       writer.write(serialize_example(text))
     writer.close()
     partial.rename(path)
-  model = sentencepiece.SentencePieceProcessor(str(maxtext_folder() / "assets" / "tokenizers" / tokenizer))
+  model = sentencepiece.SentencePieceProcessor(str(tokenizer_path()))
   tokens = [[model.bos_id(), *model.encode(text), model.eos_id()] for text in texts]
   entropy = unigram_entropy(token for document in tokens for token in document)
   say(
@@ -302,12 +307,17 @@ def maxtext_folder() -> Path:
   return Path(importlib.util.find_spec("maxtext").submodule_search_locations[0])
 
 
+def tokenizer_path() -> Path:
+  """The tokenizer's file; MaxText resolves a bare name only in a source checkout."""
+  return maxtext_folder() / "assets" / "tokenizers" / TOKENIZER
+
+
 def training_command(folder: Folder, steps: int, words: list[str]) -> list[str]:
   """The product's own training command."""
   return [
     sys.executable, "-m", "maxtext_moe_te.train", str(maxtext_folder() / "configs" / "base.yml"), "overlay=demo", *words,
-    f"steps={steps}", f"run_name={RUN_NAME}", f"base_output_directory={folder.root}", f"grain_train_files={folder.text}",
-    f"metrics_file={folder.metrics}", f"jax_cache_dir={folder.root / 'jax_cache'}",
+    f"steps={steps}", f"tokenizer_path={tokenizer_path()}", f"grain_train_files={folder.text}", f"run_name={RUN_NAME}",
+    f"base_output_directory={folder.root}", f"metrics_file={folder.metrics}", f"jax_cache_dir={folder.root / 'jax_cache'}",
   ]  # fmt: skip
 
 
@@ -319,16 +329,16 @@ def train(folder: Folder, command: list[str], say) -> int:
   Returns:
     int: its exit status, or 128 + the signal's number.
   """
-  resumed = folder.checkpoint()
-  say(f"training: {shlex.join(command)}")
-  beginning = "starts at step 0" if resumed is None else f"resumes after step {resumed}"
-  say(f"{beginning}; imports and compilation come first ...")
   signals, last = [], deque(maxlen=30)
   before = {
     number: signal.signal(number, lambda number, _frame: signals.append(number))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
   }
   try:
+    resumed = folder.checkpoint()
+    say(f"training: {shlex.join(command)}")
+    beginning = "starts at step 0" if resumed is None else f"resumes after step {resumed}"
+    say(f"{beginning}; imports and compilation come first ...")
     # A process group of its own: Ctrl-C is for us, who stop it in order. The lock goes along, so that a training that
     # outlives us keeps the folder.
     process = subprocess.Popen(

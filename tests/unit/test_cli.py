@@ -53,7 +53,8 @@ def test_help_is_fast():
 
 
 def test_words_are_taken_out_wherever_they_stand():
-  words = ["moe_te.router=te", "base.yml", "overlay=a,b", "steps=3", "moe_te.metrics=False", "overlay=c", "moe_te.router=jax", "--flag"]
+  ours = ["moe_te.router=te", "overlay=a,b", "moe_te.metrics=False", "overlay=c", "moe_te.router=jax"]
+  words = [ours[0], "base.yml", ours[1], "steps=3", *ours[2:], "--flag"]
   rest, spec, options = cli.split_words(words)
   assert rest == ["base.yml", "steps=3", "--flag"]
   assert spec == "a,b,c"
@@ -63,7 +64,7 @@ def test_words_are_taken_out_wherever_they_stand():
 
 @pytest.mark.parametrize("word", ["moe_te.router", "moe_te", "moe_te=1"])
 def test_a_word_of_ours_without_option_and_value(word):
-  with pytest.raises(OptionError, match="needed: moe_te.OPTION=VALUE. Fix: write for example moe_te.router=jax."):
+  with pytest.raises(OptionError, match=r"needed: moe_te\.OPTION=VALUE\. Fix: write for example moe_te\.router=jax\."):
     cli.split_words([word])
 
 
@@ -73,7 +74,7 @@ def host(tmp_path, monkeypatch):
   package = tmp_path / "maxtext_stand_in"
   package.mkdir()
   (package / "__init__.py").write_text("")
-  (package / "entry.py").write_text("import os, sys\nseen = (__name__, sys.argv, os.environ.get('MOE_TE_TEST'))\nprint(seen)\n")
+  (package / "entry.py").write_text("import os, sys\nprint((__name__, sys.argv, os.environ.get('MOE_TE_TEST')))\n")
   monkeypatch.syspath_prepend(tmp_path)
   monkeypatch.delitem(sys.modules, "maxtext_stand_in", raising=False)  # that of the test before
   monkeypatch.setattr(versions, "check_maxtext", lambda **kwargs: "0.2.5")
@@ -101,7 +102,8 @@ def test_run_gives_the_module_its_words_and_the_environment(host, capsys):
   (folder / "o.yml").write_text("steps: 3\nmoe_te: {router: jax, metrics: false}\nenv: {MOE_TE_TEST: overlay}\n")
   status = cli.main(["run", "maxtext_stand_in.entry", f"overlay={folder}/o.yml", "base.yml", "moe_te.router=te", "--help"])
   assert status == 0
-  assert capsys.readouterr().out.strip() == str(("__main__", [f"{folder}/maxtext_stand_in/entry.py", "base.yml", "--help"], "overlay"))
+  argv = [f"{folder}/maxtext_stand_in/entry.py", "base.yml", "--help"]
+  assert capsys.readouterr().out.strip() == str(("__main__", argv, "overlay"))
   ((overlay, options),) = calls
   assert overlay.maxtext == {"steps": 3}
   assert (options.router, options.metrics) == ("te", False)

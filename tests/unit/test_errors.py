@@ -7,7 +7,7 @@ import pytest
 from maxtext_moe_te import errors
 
 
-@pytest.mark.parametrize("kind", [errors.OptionError, errors.OverlayError, errors.VersionError, errors.SeamError, errors.RefusedError])
+@pytest.mark.parametrize("kind", errors.MoeTeError.__subclasses__())
 def test_text_status_and_pickling(kind):
   error = kind(found="x is 3", needed="x below 3", fix="write x=2")
   assert str(error) == "x is 3; needed: x below 3. Fix: write x=2."

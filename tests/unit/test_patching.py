@@ -9,7 +9,7 @@ import pytest
 from maxtext_moe_te.errors import SeamError
 from maxtext_moe_te.host import patching
 
-SOURCE = '''
+SOURCE = """
 def free(x):
   # a comment
   return x + 1
@@ -26,7 +26,7 @@ class Child(Layer):
   pass
 
 VALUE = 3
-'''
+"""
 
 
 @pytest.fixture
@@ -79,7 +79,15 @@ def test_context_manager(victim):
 
 
 @pytest.mark.parametrize(
-  "target", ["victim_module:nope", "victim_module:Layer.nope", "victim_module:Nope.call", "no_such_module:x", "victim_module:Child.call", "victim_module"]
+  "target",
+  [
+    "victim_module:nope",
+    "victim_module:Layer.nope",
+    "victim_module:Nope.call",
+    "victim_module:Child.call",
+    "no_such_module:x",
+    "victim_module",
+  ],
 )
 def test_missing_target_changes_nothing(victim, target):
   seams = [seam("victim_module:free"), seam(target, fingerprints={})]

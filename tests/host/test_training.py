@@ -1,0 +1,108 @@
+"""MaxText's real train loop, reduced models: with the plugin, without it, and with it switched off again."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from tests import helpers, tolerances
+
+from maxtext_moe_te.settings.config import MoeTeOptions
+
+pytestmark = pytest.mark.host
+
+DEEPSEEK3 = [
+    "model_name=deepseek3-tiny",
+    "first_num_dense_layers=1",
+    "q_lora_rank=32",
+    "kv_lora_rank=16",
+    "qk_nope_head_dim=16",
+    "qk_rope_head_dim=16",
+    "v_head_dim=16",
+    "num_experts_per_tok=2",
+    "max_position_embeddings=32",
+    "original_max_position_embeddings=32",
+    "routed_bias_update_rate=0.001",
+]
+MIXTRAL = ["model_name=mixtral-8x7b"]
+QWEN3 = ["model_name=qwen3-30b-a3b"]
+DATA8 = ["ici_fsdp_parallelism=1", "ici_data_parallelism=8"]
+EXPERT2 = ["ici_expert_parallelism=2", "ici_fsdp_parallelism=2", "ici_data_parallelism=2"]
+UNSCANNED = ["scan_layers=false"]
+ACCUMULATED = ["gradient_accumulation_steps=2", "per_device_batch_size=2"]
+# MaxText's sparse path needs a collective that CPUs lack once there is an expert axis; its dense path computes the same.
+DENSE = ["sparse_matmul=false", "capacity_factor=-1"]
+BALANCED = ["load_balance_loss_weight=0.01"]
+
+CASES = {
+    "deepseek3": (DEEPSEEK3 + DATA8, []),
+    "deepseek3-unscanned": (DEEPSEEK3 + DATA8 + UNSCANNED, []),
+    "deepseek3-expert2-accumulated": (DEEPSEEK3 + EXPERT2 + ACCUMULATED, DENSE),
+    "mixtral-expert2-full-remat": (MIXTRAL + BALANCED + EXPERT2 + ["remat_policy=full"], DENSE),
+    "mixtral-unscanned": (MIXTRAL + DATA8 + UNSCANNED, []),
+    "qwen3-prefused-named-remat": (
+        QWEN3 + DATA8 + ["remat_policy=custom", "moe_mlpwi_0=device", "moe_x_sorted=device", "prefuse_moe_weights=true"],
+        [],
+    ),
+}
+
+
+def losses(metrics):
+  return [step["learning/loss"] for step in metrics]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_equal_plain_maxtext(tmp_path, case):
+  words, only_plain = CASES[case]
+  plain = losses(helpers.train(tmp_path, ["steps=10", *words, *only_plain]))
+  metrics = helpers.train(tmp_path, ["steps=10", *words], options=MoeTeOptions())
+  assert losses(metrics) == pytest.approx(plain, rel=tolerances.TRAINING_LOSS)
+  assert plain[-1] < plain[0] - 0.1, "the model did not move, so equal losses would show nothing"
+
+
+@pytest.mark.parametrize("words", [DEEPSEEK3 + DATA8, QWEN3 + EXPERT2], ids=["deepseek3", "qwen3-expert2"])
+def test_metrics_from_every_block(tmp_path, words):
+  last = helpers.train(tmp_path, words, options=MoeTeOptions())[-1]
+  layers = 2 if words[0] == DEEPSEEK3[0] else 3
+  tokens, k, experts = 8 * 32, 2, 8
+  for layer in range(layers):
+    assert last[f"moe_te/rows_per_expert_mean/layer_{layer:03d}"] == tokens * k / experts
+    assert last[f"moe_te/rows_per_expert_max/layer_{layer:03d}"] >= tokens * k / experts
+  assert f"moe_te/rows_per_expert_mean/layer_{layers:03d}" not in last
+  assert last["moe_te/overflow"] == 0
+  assert 0 < last["moe_te/receive_rows_max"] <= last["moe_te/receive_capacity"]
+  assert sum(last[f"moe_te/load/expert_{e:03d}"] for e in range(experts)) == pytest.approx(1)
+
+
+def test_off_is_identical(tmp_path):
+  words = ["steps=5", *DEEPSEEK3, *DATA8]
+  plain = losses(helpers.train(tmp_path, words))
+  on = losses(helpers.train(tmp_path, words, options=MoeTeOptions(experts="reference")))
+  undone = losses(helpers.train(tmp_path, words))
+  disabled = losses(helpers.train(tmp_path, words, options=MoeTeOptions(enabled=False)))
+  assert undone == plain
+  assert disabled == plain
+  assert len(on) == 5
+
+
+def test_start_up_cost():
+  """What the plugin adds to MaxText's start: its own imports, the seams and one wrapped configuration, in seconds."""
+  script = textwrap.dedent("""
+    import time
+    from maxtext.configs import pyconfig
+    from maxtext.trainers.pre_train import train
+    words = ["x", pyconfig.__file__.replace("pyconfig.py", "base.yml"), "model_name=mixtral-8x7b", "hardware=cpu",
+             "skip_jax_distributed_system=true", "run_name=t", "base_output_directory=unused", "log_config=false"]
+    def timed(f):
+      start = time.perf_counter(); f(); return time.perf_counter() - start
+    pyconfig.initialize(words)
+    plain = min(timed(lambda: pyconfig.initialize(words)) for _ in range(3))
+    def activate():
+      import maxtext_moe_te
+      maxtext_moe_te.activate()
+    added = timed(activate)
+    added += min(timed(lambda: pyconfig.initialize(words)) for _ in range(3)) - plain
+    print("added", added)
+  """)
+  out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+  assert float(out.split("added")[-1]) < 1.0
