@@ -62,8 +62,8 @@ def mesh_of(config, devices: int):
   return jax.sharding.Mesh(maxtext_utils.create_device_mesh(config, jax.devices()[:devices]), config.mesh_axes)
 
 
-def routed_moe(config, mesh, seed: int = 0):
-  """A `RoutedMoE` with random weights and, where it has one, a random router bias."""
+def routed_moe(config, mesh, seed: int = 0, **options):
+  """A `RoutedMoE` with random weights, biases and scales."""
   from flax import nnx
   from flax.linen import partitioning
   from maxtext.layers import initializers, moe
@@ -80,6 +80,7 @@ def routed_moe(config, mesh, seed: int = 0):
         dtype=config.dtype,
         weight_dtype=config.weight_dtype,
         rngs=nnx.Rngs(seed),
+        **options,
     )
     for name in ("gate.bias", "wi_0_bias", "wi_1_bias", "wo_bias", "per_expert_scale"):
       parameter = functools.reduce(lambda m, n: getattr(m, n, None), name.split("."), module)
@@ -89,7 +90,7 @@ def routed_moe(config, mesh, seed: int = 0):
   return module
 
 
-def run_layer(config, mesh, call, module, x, cotangent) -> dict:
+def run_layer(config, mesh, call, module, x, cotangent, **inputs) -> dict:
   """Output, losses and every gradient of one layer.
 
   Args:
@@ -99,27 +100,33 @@ def run_layer(config, mesh, call, module, x, cotangent) -> dict:
     module: the layer.
     x: [B,S,D].
     cotangent: [B,S,D], weights of the scalar that is differentiated; the load-balance loss enters it with factor 3.
+    **inputs: further arguments of the call, arrays.
 
   Returns:
-    dict of arrays: y, load_balance_loss, bias_update where there are any; d_x; one gradient per parameter.
+    dict of arrays: y, load_balance_loss, bias_update where there are any; one gradient per parameter and floating input.
   """
   from flax import nnx
   from flax.linen import partitioning
 
   graph, state = nnx.split(module)
 
+  inputs = {"inputs": x, **inputs}
+  fixed = {name: array for name, array in inputs.items() if not jnp.issubdtype(array.dtype, jnp.floating)}
+  floating = {name: array for name, array in inputs.items() if name not in fixed}
+
   @jax.jit
-  def value_and_gradients(state, x):
-    def scalar(state, x):
-      y, loss, update = call(nnx.merge(graph, state), x)
+  def value_and_gradients(state, floating):
+    def scalar(state, floating):
+      y, loss, update = call(nnx.merge(graph, state), **floating, **fixed)
       total = (y.astype(jnp.float32) * cotangent).sum() + (0.0 if loss is None else 3.0 * loss)
       return total, {"y": y, "load_balance_loss": loss, "bias_update": update}
 
-    return jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True, allow_int=True)(state, x)
+    return jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True, allow_int=True)(state, floating)
 
   with jax.set_mesh(mesh), partitioning.axis_rules(config.logical_axis_rules):
-    (_, results), (d_state, d_x) = value_and_gradients(state, x)
-  results = {name: value for name, value in results.items() if value is not None} | {"d_x": d_x}
+    (_, results), (d_state, d_inputs) = value_and_gradients(state, floating)
+  results = {name: value for name, value in results.items() if value is not None}
+  results |= {f"d_{name}": gradient for name, gradient in d_inputs.items()}
   for path, leaf in nnx.to_flat_state(d_state):
     name = ".".join(map(str, path))
     if "rng" not in name.lower():

@@ -11,6 +11,7 @@ from maxtext_moe_te.errors import RefusedError
 from maxtext_moe_te.host import metrics, rules_from_config
 from maxtext_moe_te.moe import block, routing
 from maxtext_moe_te.moe.experts.base import ExpertWeights
+from maxtext_moe_te.moe.rules import RouterRule, Selection
 from maxtext_moe_te.settings.config import MoeTeOptions
 
 log = logging.getLogger("maxtext_moe_te")
@@ -23,24 +24,28 @@ def replacing(options: MoeTeOptions):
     @functools.wraps(original)
     def __call__(self, inputs, input_ids=None, gate_inputs=None, out_sharding=None, forced_routed_experts=None):
       del out_sharding  # as in MaxText's sparse path: the layer's own output sharding holds
-      return _routed_moe(self, inputs, gate_inputs, forced_routed_experts, options)
+      return _routed_moe(self, options, inputs, input_ids, gate_inputs, forced_routed_experts)
 
     return __call__
 
   return replace
 
 
-def _routed_moe(module, inputs, gate_inputs, forced_routed_experts, options):
+def _routed_moe(module, options, inputs, input_ids, gate_inputs, forced_routed_experts):
   """(y [B,S,D], load-balance loss or None, bias update float32 [E], or int32 counts under gradient accumulation, or None)."""
   config = module.config
-  _refuse_unsupported_call(module, gate_inputs, forced_routed_experts)
-  spec = rules_from_config.layer_spec(config)
+  if module.wi_0_sparsity_module is not None:
+    raise RefusedError(
+        found="weight sparsity in the expert products", needed="dense expert weights", fix="remove the sparsity rule"
+    )
+  spec = rules_from_config.layer_spec(config, hash_routing=module.is_hash_routing)
   inputs = inputs.astype(spec.dtype)
   layout = layout_of(module, inputs)
+  gate_dtype = jnp.float32 if config.float32_gate_logits else config.dtype
   out = block.moe_block(
       inputs,
-      gate_logits(module.gate, inputs),
-      None if module.gate.bias is None else jnp.asarray(module.gate.bias[...], module.gate.dtype),
+      gate_logits(module.gate, inputs if gate_inputs is None else gate_inputs.astype(gate_dtype)),
+      router_inputs(module, spec.router, input_ids, forced_routed_experts),
       expert_weights(module, layout),
       spec=spec,
       layout=layout,
@@ -51,19 +56,30 @@ def _routed_moe(module, inputs, gate_inputs, forced_routed_experts, options):
   return out.y, out.load_balance_loss, _bias_update(module, out.rows_per_expert)
 
 
-def _refuse_unsupported_call(module, gate_inputs, forced_routed_experts):
-  for given, what in (
-      (gate_inputs is not None, "a separate gate input"),
-      (forced_routed_experts is not None, "forced_routed_experts (router replay)"),
-      (module.is_hash_routing, "hash routing"),
-      (module.wi_0_sparsity_module is not None, "weight sparsity"),
-  ):
-    if given:
+def router_inputs(module: moe.RoutedMoE, rule: RouterRule, input_ids, forced_routed_experts) -> routing.RouterInputs:
+  """What the rule needs from the module besides the logits.
+
+  Raises:
+    RefusedError: the model routes by token id and the caller gave none.
+  """
+  table_experts = key = None
+  if rule.selection is Selection.TABLE:
+    if input_ids is None:
       raise RefusedError(
-          found=f"{what} in model {module.config.model_name}",
-          needed="a layer that routes its own input with its own router",
+          found="a hash-routed layer called without token ids",
+          needed="a decoder that passes input_ids to its MoE layers",
           fix="set moe_te.enabled=false to run this model on MaxText's own layer",
       )
+    table_experts = module.tid2eid.value.astype(jnp.int32)[input_ids.astype(jnp.int32)]
+  if rule.selection is Selection.RANDOM:
+    key = module.rngs.params()
+  return routing.RouterInputs(
+      bias=None if module.gate.bias is None else jnp.asarray(module.gate.bias[...], module.gate.dtype),
+      expert_scale=module.per_expert_scale[...] if rule.expert_scale else None,
+      table_experts=table_experts,
+      key=key,
+      replayed_experts=forced_routed_experts,
+  )
 
 
 def gate_logits(gate: moe.GateLogit, inputs: jax.Array) -> jax.Array:

@@ -8,28 +8,47 @@ import jax.numpy as jnp
 from maxtext_moe_te.errors import RefusedError
 from maxtext_moe_te.moe.block import LayerSpec
 from maxtext_moe_te.moe.routing import BalanceLoss
-from maxtext_moe_te.moe.rules import ExpertRule, RouterRule, Weighting
+from maxtext_moe_te.moe.rules import ExpertRule, RouterRule, Selection, Weighting
 
 # MaxText tests the model's name, not a setting, to decide whether the router bias enters the weights and whether expert groups
 # are used (`RoutedMoE.get_topk`, `GateLogit.__call__`).
 BIAS_FREE_WEIGHTS = ("deepseek3", "deepseek4", "kimi-k2")
 
-DECODER_BLOCKS = ("deepseek", "mixtral", "qwen3_moe")
+DECODER_BLOCKS = (
+    "deepseek",
+    "deepseek4",
+    "envy",
+    "gemma4",
+    "gpt_oss",
+    "llama4",
+    "mixtral",
+    "qwen3_5",
+    "qwen3_custom_moe",
+    "qwen3_moe",
+    "qwen3_next",
+)
 
 
-def router_rule(config) -> RouterRule:
-  """The rule that MaxText's `get_topk` follows under this configuration."""
-  score = config.routed_score_func
-  named_deepseek = config.model_name.startswith(BIAS_FREE_WEIGHTS)
+def router_rule(config, *, hash_routing: bool = False) -> RouterRule:
+  """The rule that MaxText's `get_topk` follows under this configuration.
+
+  Args:
+    config: the MaxText configuration.
+    hash_routing: whether the layer looks its experts up by token id (the first layers of DeepSeek-V4).
+  """
+  block, score = block_name(config), config.routed_score_func
+  bias_free = config.model_name.startswith(BIAS_FREE_WEIGHTS)
+  selection = Selection.TABLE if hash_routing else Selection.RANDOM if config.use_random_routing else Selection.TOP
   common = dict(
       experts_per_token=config.num_experts_per_tok,
+      selection=selection,
       score_function=score,
-      bias=config.routed_bias,
-      weights_ignore_bias=named_deepseek,
-      groups=max(config.n_routing_groups, 0) if named_deepseek else 0,
-      groups_kept=config.topk_routing_group if named_deepseek and config.n_routing_groups > 0 else 0,
+      bias=config.routed_bias and not hash_routing,
+      weights_ignore_bias=bias_free,
+      groups=max(config.n_routing_groups, 0) if bias_free else 0,
+      groups_kept=config.topk_routing_group if bias_free and config.n_routing_groups > 0 else 0,
   )
-  if block_name(config) in ("deepseek", "deepseek4"):
+  if block in ("deepseek", "deepseek4"):
     return RouterRule(
         **common,
         weighting=Weighting.SCORES,
@@ -37,29 +56,36 @@ def router_rule(config) -> RouterRule:
         renormalize_epsilon=1e-20,
         scale=config.routed_scaling_factor,
     )
+  if block == "llama4":
+    return RouterRule(**common, weighting=Weighting.SIGMOID, weight_on_input=True)
+  if block == "gemma4":
+    fused = config.model_call_mode == "inference" and config.fuse_expert_scales  # MaxText has put it into wo
+    return RouterRule(
+        **common, weighting=Weighting.SOFTMAX_OF_ALL, renormalize=config.norm_topk_prob, expert_scale=not fused
+    )
   return RouterRule(**common, weighting=Weighting.SOFTMAX, renormalize=config.norm_topk_prob)
 
 
 def expert_rule(config) -> ExpertRule:
   """The rule that MaxText's `apply_ffn_activation` follows under this configuration."""
-  clamps = block_name(config) in ("deepseek", "deepseek4")
-  return ExpertRule(
-      activation=config.mlp_activations[0],
-      clamp=max(config.mlp_activations_limit, 0.0) if clamps else 0.0,
-      activation_in_float32=config.activations_in_float32,
-  )
+  block, limit = block_name(config), config.mlp_activations_limit
+  common = dict(activation=config.mlp_activations[0], activation_in_float32=config.activations_in_float32)
+  if block == "gpt_oss":
+    return ExpertRule(**common, clamp=limit, gate_scale=1.702, self_gated=True, up_offset=1.0)
+  clamps = block in ("deepseek", "deepseek4") and limit > 0.0
+  return ExpertRule(**common, clamp=limit if clamps else None)
 
 
-def layer_spec(config) -> LayerSpec:
-  """Everything the layer computes, from the configuration."""
+def layer_spec(config, *, hash_routing: bool = False) -> LayerSpec:
+  """Everything the layer computes, from the configuration; see `router_rule` for `hash_routing`."""
   megatron = config.moe_use_megatron_seq_aux_loss and config.routed_score_func == "sigmoid"
   return LayerSpec(
       num_experts=config.num_experts,
-      router=router_rule(config),
+      router=router_rule(config, hash_routing=hash_routing),
       expert=expert_rule(config),
       dtype=jnp.dtype(config.dtype),
       sum_dtype=jnp.dtype(jnp.float32 if config.float32_weight_sum else config.dtype),
-      load_balance_coefficient=config.load_balance_loss_weight,
+      load_balance_coefficient=0.0 if hash_routing else config.load_balance_loss_weight,
       balance_loss=BalanceLoss.MEGATRON_SEQUENCE if megatron else BalanceLoss.SWITCH_SEQUENCE,
   )
 
@@ -128,10 +154,10 @@ def _rules_of_refusal(config):
       f"set shard_mode=auto, {off}",
   )
   yield (
-      config.use_random_routing,
-      "use_random_routing=true",
-      "the model's own router",
-      f"set use_random_routing=false, {off}",
+      block == "llama4" and (config.num_experts_per_tok > 1 or config.norm_topk_prob),
+      f"decoder_block=llama4 with num_experts_per_tok={config.num_experts_per_tok}, norm_topk_prob={config.norm_topk_prob}",
+      "one expert per token and no normalization: the weight multiplies the token itself",
+      "set num_experts_per_tok=1 norm_topk_prob=false",
   )
   yield (
       config.using_pipeline_parallelism,

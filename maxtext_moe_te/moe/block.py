@@ -5,6 +5,7 @@ chosen by the caller (`Parts`), once.
 """
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from maxtext_moe_te.moe import routing
 from maxtext_moe_te.moe.experts import blocked, ragged_dot, reference
 from maxtext_moe_te.moe.experts.base import ExpertWeights, GroupedMatmul, expert_mlp
-from maxtext_moe_te.moe.rules import ExpertRule, RouterRule
+from maxtext_moe_te.moe.rules import ExpertRule, RouterRule, Selection
 from maxtext_moe_te.moe.transport.base import Transport
 from maxtext_moe_te.moe.transport.local import LocalTransport
 from maxtext_moe_te.moe.transport.xla import XlaTransport
@@ -119,7 +120,7 @@ def choose_transport(name: str, layout: Layout, num_experts: int) -> Transport:
 def moe_block(
     x: jax.Array,
     logits: jax.Array,
-    gate_bias: jax.Array | None,
+    router_inputs: routing.RouterInputs,
     weights: ExpertWeights,
     *,
     spec: LayerSpec,
@@ -131,7 +132,7 @@ def moe_block(
   Args:
     x: [B,S,D].
     logits: [B,S,E], the gate's projections before score function and bias, in the gate's dtype.
-    gate_bias: [E], as the router rule says, or None.
+    router_inputs: what the router rule needs besides, for the whole batch.
     weights: of all E experts; cast to the layer's dtype inside, so that their gradients are summed over devices unrounded.
     spec: what to compute.
     layout: how arrays are split over the mesh.
@@ -151,21 +152,25 @@ def moe_block(
       up_bias=P(expert, width),
       down_bias=P(expert, None),
   )
-  present = {name: array for name, array in weights._asdict().items() if array is not None}
-  specs = {name: getattr(weight_specs, name) for name in present}
-  balance = spec.load_balance_coefficient > 0.0
-
-  def per_device(x, logits, gate_bias, present):
-    return _per_device(x, logits, gate_bias, ExpertWeights(**present), spec, layout, parts, balance)
-
-  out_specs = MoeOutput(tokens, P(), P(), P(), P(), P())
-  run = jax.shard_map(
-      per_device, mesh=layout.mesh, in_specs=(tokens, tokens, P(), specs), out_specs=out_specs, check_vma=False
+  router_specs = routing.RouterInputs(
+      bias=P(), expert_scale=P(), table_experts=tokens, key=P(), replayed_experts=tokens
   )
-  return run(x, logits, gate_bias, present)
+  run = jax.shard_map(
+      functools.partial(_per_device, spec, layout, parts),
+      mesh=layout.mesh,
+      in_specs=(tokens, tokens, _given(router_specs, router_inputs), _given(weight_specs, weights)),
+      out_specs=MoeOutput(tokens, P(), P(), P(), P(), P()),
+      check_vma=False,
+  )
+  return run(x, logits, router_inputs, weights)
 
 
-def _per_device(x, logits, gate_bias, weights, spec, layout, parts, balance) -> MoeOutput:
+def _given(specs, arrays):
+  """`specs` with None where `arrays` has None."""
+  return type(specs)(*(None if array is None else spec for spec, array in zip(specs, arrays)))
+
+
+def _per_device(spec, layout, parts, x, logits, router_inputs, weights) -> MoeOutput:
   """One device's share; shapes are local. [b,s,D] here, T = b * s."""
   b, s, width = x.shape
   x = x.astype(spec.dtype)
@@ -174,16 +179,23 @@ def _per_device(x, logits, gate_bias, weights, spec, layout, parts, balance) -> 
     # The partial products over the split width are added up below; the bias must be in one of them only.
     weights = weights._replace(down_bias=jnp.where(jax.lax.axis_index(layout.width) == 0, weights.down_bias, 0))
 
-  routed = routing.route(spec.router, logits, gate_bias, dtype=spec.dtype)
-  k = spec.router.experts_per_token
-  sent = parts.transport.dispatch(x.reshape(b * s, width), routed.experts.reshape(-1, k), routed.weights.reshape(-1, k))
+  routed = routing.route(spec.router, logits, router_inputs, dtype=spec.dtype)
+  row_weights = routed.weights
+  if spec.router.weight_on_input:
+    x, row_weights = (x * row_weights).astype(spec.dtype), jnp.ones_like(row_weights)
+  k = row_weights.shape[-1]
+  # Only a top-k selection never names an expert twice for one token.
+  distinct = spec.router.selection is Selection.TOP and router_inputs.replayed_experts is None
+  sent = parts.transport.dispatch(
+      x.reshape(b * s, width), routed.experts.reshape(-1, k), row_weights.reshape(-1, k), distinct=distinct
+  )
   out = expert_mlp(parts.grouped_matmul, sent.rows, sent.group_sizes, weights, spec.expert)
   y = parts.transport.combine(out, sent.handle, sum_dtype=spec.sum_dtype)
   if layout.width:
     y = jax.lax.psum(y, layout.width)
 
   rows = routing.rows_per_expert(routed.experts, spec.num_experts).sum(0)
-  loss = _load_balance_loss(routed, s, spec, layout) if balance else None
+  loss = _load_balance_loss(routed, s, spec, layout) if spec.load_balance_coefficient > 0.0 else None
   received = sent.group_sizes.sum()
   capacity = sent.rows.shape[0]
   everywhere = tuple(layout.mesh.axis_names)

@@ -1,17 +1,18 @@
 """How many rows a rank must be able to receive so that no routing can overflow it."""
 
 
-def worst_case_rows(*, group_tokens: int, experts_per_token: int, local_experts: int) -> int:
+def worst_case_rows(*, group_tokens: int, experts_per_token: int, local_experts: int, distinct: bool = True) -> int:
   """Receive capacity R that holds whatever the routing: every token of the group sends all it can to this rank.
 
-  A token selects K different experts, so it sends a rank at most min(K, e) rows.
+  A token that selects K different experts sends a rank at most min(K, e) rows; one that may repeat an expert, K.
 
   Args:
     group_tokens: N, tokens of the whole expert-parallel group.
     experts_per_token: K.
     local_experts: e.
+    distinct: whether the K experts of a token are different.
 
   Returns:
     R, in rows.
   """
-  return group_tokens * min(experts_per_token, local_experts)
+  return group_tokens * (min(experts_per_token, local_experts) if distinct else experts_per_token)

@@ -5,12 +5,13 @@ different rounding of a score is a different expert.
 """
 
 import enum
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from maxtext_moe_te.moe.rules import RouterRule, Weighting
+from maxtext_moe_te.moe.rules import RouterRule, Selection, Weighting
 
 
 class BalanceLoss(enum.Enum):
@@ -24,8 +25,8 @@ class Routing(NamedTuple):
   """Where each token goes.
 
   Attributes:
-    experts: int32 [B,S,K], selected experts, best first.
-    weights: [B,S,K], combine weights.
+    experts: int32 [B,S,K], selected experts, best first; an id outside [0, E) is an unused place.
+    weights: [B,S,K]; zero in unused places.
     balance_scores: [B,S,E], what the load-balance loss reads.
   """
 
@@ -43,31 +44,82 @@ def function_named(name: str):
   return getattr(jax.nn, name)
 
 
-def route(rule: RouterRule, logits: jax.Array, bias: jax.Array | None, *, dtype) -> Routing:
+class RouterInputs(NamedTuple):
+  """What a router may need besides the logits; None where the rule does not ask for it.
+
+  Attributes:
+    bias: [E], added to the scores.
+    expert_scale: [E], factors on the weights.
+    table_experts: int32 [B,S,K], experts by token id, for `Selection.TABLE`.
+    key: a PRNG key, for `Selection.RANDOM`.
+    replayed_experts: int32 [B,S,K], experts of an earlier run to be used instead of any selection (router replay); places with an
+      id outside [0, E) are unused.
+  """
+
+  bias: jax.Array | None = None
+  expert_scale: jax.Array | None = None
+  table_experts: jax.Array | None = None
+  key: jax.Array | None = None
+  replayed_experts: jax.Array | None = None
+
+
+def route(rule: RouterRule, logits: jax.Array, inputs: RouterInputs, *, dtype) -> Routing:
   """Selects experts and weights for each token.
 
   Args:
     rule: the router rule.
     logits: [B,S,E], gate projections in the gate's dtype; scores and the bias are computed in that dtype, as MaxText does.
-    bias: [E] or None, as the rule says.
+    inputs: what else the rule needs.
     dtype: the layer's dtype; softmax weights are rounded to it.
 
   Returns:
     Routing.
   """
   scores = function_named(rule.score_function)(logits)
-  biased = scores + bias.astype(scores.dtype) if rule.bias else scores
-  eligible = jnp.where(_group_mask(rule, biased), biased, -jnp.inf) if rule.groups else biased
-  _, experts = jax.lax.top_k(eligible, rule.experts_per_token)
-  weights = take_experts(scores if rule.weights_ignore_bias else biased, experts)
+  biased = scores + inputs.bias.astype(scores.dtype) if rule.bias else scores
+  balance_scores = scores if rule.weights_ignore_bias else biased
+  replayed = inputs.replayed_experts is not None
+  if not replayed and rule.selection is Selection.RANDOM:
+    shape = (*logits.shape[:-1], rule.experts_per_token)
+    experts = jax.random.randint(inputs.key, (math.prod(shape),), 0, logits.shape[-1], dtype=jnp.int32).reshape(shape)
+    return Routing(experts, _weights_on_input(rule, take_experts(biased, experts)), balance_scores)
+
+  if replayed:
+    experts, values_from = inputs.replayed_experts, biased
+  elif rule.selection is Selection.TABLE:
+    experts, values_from = inputs.table_experts, scores
+  else:
+    eligible = jnp.where(_group_mask(rule, biased), biased, -jnp.inf) if rule.groups else biased
+    _, experts = jax.lax.top_k(eligible, rule.experts_per_token)
+    values_from = scores if rule.weights_ignore_bias else biased
+  if rule.weighting is Weighting.SOFTMAX_OF_ALL:
+    values_from = jax.nn.softmax(values_from.astype(jnp.float32), axis=-1)
+  used = (experts >= 0) & (experts < logits.shape[-1]) if replayed else None
+  experts = experts.astype(jnp.int32)
+  weights = take_experts(values_from, experts)
 
   if rule.weighting is Weighting.SOFTMAX:
-    weights = jax.nn.softmax(weights.astype(jnp.float32), axis=-1).astype(dtype)
+    if replayed:  # unused places stay out of the sum; finite, because a token may have no used place at all
+      weights = jnp.where(used, weights, jnp.finfo(jnp.float32).min / 2)
+    weights = jax.nn.softmax(weights.astype(jnp.float32), axis=-1)
+  if rule.weighting in (Weighting.SOFTMAX, Weighting.SOFTMAX_OF_ALL):
+    weights = weights.astype(dtype)
+  if replayed and rule.weighting is not Weighting.SCORES:
+    weights = weights * used
   if rule.renormalize:
-    weights = weights / (weights.sum(-1, keepdims=True) + rule.renormalize_epsilon)
+    total = weights.sum(-1, keepdims=True) + rule.renormalize_epsilon
+    weights = weights / (jnp.where(total == 0, 1.0, total).astype(weights.dtype) if replayed else total)
   if rule.scale != 1.0:
     weights = weights * rule.scale
-  return Routing(experts.astype(jnp.int32), weights, scores if rule.weights_ignore_bias else biased)
+  if rule.expert_scale:
+    weights = weights * take_experts(inputs.expert_scale.astype(weights.dtype), experts)
+  if replayed:
+    weights = weights * used
+  return Routing(experts, _weights_on_input(rule, weights), balance_scores)
+
+
+def _weights_on_input(rule, weights):
+  return jax.nn.sigmoid(weights.astype(jnp.float32)) if rule.weighting is Weighting.SIGMOID else weights
 
 
 def _group_mask(rule: RouterRule, biased: jax.Array) -> jax.Array:
@@ -82,18 +134,26 @@ def _group_mask(rule: RouterRule, biased: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def take_experts(scores: jax.Array, experts: jax.Array) -> jax.Array:
-  """scores [B,S,E] at experts [B,S,K] -> [B,S,K]. Its gradient compares instead of scattering, which GPUs do slowly."""
-  return jnp.take_along_axis(scores, experts, axis=-1)
+  """scores [B,S,E] or [E] at experts [B,S,K] -> [B,S,K]; ids outside [0, E) take the nearest expert's.
+
+  Its gradient compares instead of scattering, which GPUs do slowly; ids outside [0, E) have none.
+  """
+  if scores.ndim == 1:
+    return jnp.take(scores, experts, mode="clip")
+  return jnp.take_along_axis(scores, experts, axis=-1, mode="clip")
 
 
 def _take_experts_fwd(scores, experts):
-  return take_experts(scores, experts), (experts, scores.shape[-1])
+  return take_experts(scores, experts), (experts, scores)
 
 
 def _take_experts_bwd(residuals, d_weights):
-  experts, num_experts = residuals
-  hit = experts[..., None] == jnp.arange(num_experts, dtype=experts.dtype)
-  return jnp.where(hit, d_weights[..., None], 0).sum(-2).astype(d_weights.dtype), None
+  experts, scores = residuals
+  hit = experts[..., None] == jnp.arange(scores.shape[-1], dtype=experts.dtype)
+  d_scores = jnp.where(hit, d_weights[..., None], 0).sum(-2)
+  if scores.ndim == 1:
+    d_scores = d_scores.sum((0, 1))
+  return d_scores.astype(scores.dtype), None
 
 
 take_experts.defvjp(_take_experts_fwd, _take_experts_bwd)

@@ -42,9 +42,12 @@ def activate(rule: ExpertRule, gate: jax.Array, up: jax.Array, dtype) -> jax.Arr
   """The gated activation: gate [R,F], up [R,F] -> [R,F] in `dtype`."""
   if rule.activation_in_float32:
     gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
-  if rule.clamp:
+  if rule.clamp is not None:
     gate, up = jnp.minimum(gate, rule.clamp), jnp.clip(up, -rule.clamp, rule.clamp)
-  return (function_named(rule.activation)(gate) * up).astype(dtype)
+  activated = function_named(rule.activation)(gate * rule.gate_scale if rule.gate_scale != 1.0 else gate)
+  if rule.self_gated:
+    activated = gate * activated
+  return (activated * (up + rule.up_offset if rule.up_offset else up)).astype(dtype)
 
 
 def expert_mlp(grouped_matmul: GroupedMatmul, rows, group_sizes, weights: ExpertWeights, rule: ExpertRule) -> jax.Array:

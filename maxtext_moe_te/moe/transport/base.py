@@ -51,8 +51,11 @@ class Transport(Protocol):
 
   name: str
 
-  def dispatch(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> Dispatched:
-    """x [T,D], experts int32 [T,K], weights [T,K] -> rows for this rank's experts."""
+  def dispatch(self, x: jax.Array, experts: jax.Array, weights: jax.Array, *, distinct: bool) -> Dispatched:
+    """x [T,D], experts int32 [T,K], weights [T,K] -> rows for this rank's experts.
+
+    `distinct` promises that no token names an expert twice. Ids outside [0, E) are sent nowhere.
+    """
 
   def combine(self, rows: jax.Array, handle: tuple, *, sum_dtype) -> jax.Array:
     """rows [R,D] as the experts left them -> [T,D] in `sum_dtype`: the weighted sum over each token's experts."""

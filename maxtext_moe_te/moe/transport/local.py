@@ -12,8 +12,9 @@ class LocalTransport:
   num_experts: int
   name: str = "local"
 
-  def dispatch(self, x, experts, weights):
-    """See `Transport.dispatch`. R = T * K exactly: every row is used."""
+  def dispatch(self, x, experts, weights, *, distinct):
+    """See `Transport.dispatch`. R = T * K."""
+    del distinct
     order = order_rows(experts, first=0, count=self.num_experts, capacity=experts.size)
     return Dispatched(gather_rows(x, order), order.group_sizes, (order, weights))
 

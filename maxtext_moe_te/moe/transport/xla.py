@@ -28,12 +28,14 @@ class XlaTransport:
   tokens_split: bool
   name: str = "xla"
 
-  def dispatch(self, x, experts, weights):
+  def dispatch(self, x, experts, weights, *, distinct):
     """See `Transport.dispatch`. N = ranks * T if tokens are split, else T; R is the worst case."""
     if self.tokens_split:
       x, experts, weights = (jax.lax.all_gather(a, self.axis, tiled=True) for a in (x, experts, weights))
     count = self.num_experts // self.ranks
-    capacity = worst_case_rows(group_tokens=x.shape[0], experts_per_token=experts.shape[1], local_experts=count)
+    capacity = worst_case_rows(
+        group_tokens=x.shape[0], experts_per_token=experts.shape[1], local_experts=count, distinct=distinct
+    )
     order = order_rows(experts, first=jax.lax.axis_index(self.axis) * count, count=count, capacity=capacity)
     return Dispatched(gather_rows(x, order), order.group_sizes, (order, weights))
 
