@@ -47,6 +47,7 @@ def reduced(model: str, dtype="float32", **more):
   folder = pathlib.Path(importlib.util.find_spec("maxtext").submodule_search_locations[0]) / "configs" / "models"
   values = yaml.safe_load((folder / f"{model}.yml").read_text())
   changes = dict(
+      attention="dot_product",
       num_experts=16,
       num_experts_per_tok=min(int(values.get("num_experts_per_tok", 1)), 4),
       dtype=dtype,
@@ -57,6 +58,10 @@ def reduced(model: str, dtype="float32", **more):
       tokenizer_type="sentencepiece",
       load_balance_loss_weight=0.01,
   )
+  if "engram_layers" in values:
+    changes |= dict(engram_layers=[])  # needs a tokenizer from a hub; touches no MoE layer
+  if "moe_expert_input_dim" in values:
+    changes |= dict(moe_expert_input_dim=64, attention_output_dim=64)
   if values.get("n_routing_groups", -1) > 0:
     changes |= dict(n_routing_groups=4, topk_routing_group=2)
   if values.get("decoder_block") == "gpt_oss":
