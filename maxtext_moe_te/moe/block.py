@@ -182,30 +182,29 @@ def _per_device(spec, layout, parts, x, logits, router_inputs, weights) -> MoeOu
   routed = routing.route(spec.router, logits, router_inputs, dtype=spec.dtype)
   row_weights = routed.weights
   if spec.router.weight_on_input:
-    x, row_weights = (x * row_weights).astype(spec.dtype), jnp.ones_like(row_weights)
+    x = (x * row_weights).astype(spec.dtype)
   k = row_weights.shape[-1]
   # Only a top-k selection never names an expert twice for one token.
   distinct = spec.router.selection is Selection.TOP and router_inputs.replayed_experts is None
   sent = parts.transport.dispatch(
       x.reshape(b * s, width), routed.experts.reshape(-1, k), row_weights.reshape(-1, k), distinct=distinct
   )
-  out = expert_mlp(parts.grouped_matmul, sent.rows, sent.group_sizes, weights, spec.expert)
+  row_weights = None if spec.router.weight_on_input else sent.row_weights
+  out = expert_mlp(parts.grouped_matmul, sent.rows, row_weights, sent.group_sizes, weights, spec.expert)
   y = parts.transport.combine(out, sent.handle, sum_dtype=spec.sum_dtype)
   if layout.width:
     y = jax.lax.psum(y, layout.width)
 
   rows = routing.rows_per_expert(routed.experts, spec.num_experts).sum(0)
   loss = _load_balance_loss(routed, s, spec, layout) if spec.load_balance_coefficient > 0.0 else None
-  received = sent.group_sizes.sum()
-  capacity = sent.rows.shape[0]
   everywhere = tuple(layout.mesh.axis_names)
   return MoeOutput(
       y=y.reshape(b, s, width).astype(spec.dtype),
       load_balance_loss=loss,
       rows_per_expert=jax.lax.psum(rows, layout.tokens) if layout.tokens else rows,
-      receive_rows_max=jax.lax.pmax(received, everywhere),
-      receive_capacity=jnp.int32(capacity),
-      overflow=jax.lax.pmax((received > capacity).astype(jnp.int32), everywhere),
+      receive_rows_max=jax.lax.pmax(sent.received, everywhere),
+      receive_capacity=jnp.int32(sent.rows.shape[0]),
+      overflow=jax.lax.psum((sent.received > sent.rows.shape[0]).astype(jnp.int32), everywhere),
   )
 
 

@@ -16,3 +16,8 @@ def worst_case_rows(*, group_tokens: int, experts_per_token: int, local_experts:
     R, in rows.
   """
   return group_tokens * (min(experts_per_token, local_experts) if distinct else experts_per_token)
+
+
+def aligned_rows(rows: int, *, local_experts: int, alignment: int) -> int:
+  """Rows needed when each expert's share of `rows` starts at a multiple of `alignment`; itself such a multiple."""
+  return -(-(rows + min(local_experts, rows) * (alignment - 1)) // alignment) * alignment

@@ -1,4 +1,4 @@
-"""What the experts compute, given a way to multiply grouped rows. Owns the biases, the activation and the names for remat.
+"""What the experts compute, given a way to multiply grouped rows. Owns biases, activation, row weights and the names for remat.
 
 An implementation is one function, `grouped_matmul(rows [R,k], kernels [e,k,n], group_sizes int32 [e]) -> [R,n]`, which must leave
 the rows past the sum of group_sizes finite or untouched by anything that is used.
@@ -38,8 +38,8 @@ class ExpertWeights(NamedTuple):
   down_bias: jax.Array | None = None
 
 
-def activate(rule: ExpertRule, gate: jax.Array, up: jax.Array, dtype) -> jax.Array:
-  """The gated activation: gate [R,F], up [R,F] -> [R,F] in `dtype`."""
+def activate(rule: ExpertRule, gate: jax.Array, up: jax.Array) -> jax.Array:
+  """The gated activation: gate [R,F], up [R,F] -> [R,F]."""
   if rule.activation_in_float32:
     gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
   if rule.clamp is not None:
@@ -47,11 +47,17 @@ def activate(rule: ExpertRule, gate: jax.Array, up: jax.Array, dtype) -> jax.Arr
   activated = function_named(rule.activation)(gate * rule.gate_scale if rule.gate_scale != 1.0 else gate)
   if rule.self_gated:
     activated = gate * activated
-  return (activated * (up + rule.up_offset if rule.up_offset else up)).astype(dtype)
+  out = activated * (up + rule.up_offset if rule.up_offset else up)
+  return out
 
 
-def expert_mlp(grouped_matmul: GroupedMatmul, rows, group_sizes, weights: ExpertWeights, rule: ExpertRule) -> jax.Array:
-  """Runs each row through its expert.
+def expert_mlp(
+    grouped_matmul: GroupedMatmul, rows, row_weights, group_sizes, weights: ExpertWeights, rule: ExpertRule
+) -> jax.Array:
+  """Runs each row through its expert and weights the result.
+
+  The weight multiplies the activation, F wide, instead of the result, D wide: the last product is linear. Rounding happens as
+  often as without it.
 
   The tensors that remat policies may keep, recompute or offload carry MaxText's own names: moe_x_sorted (the rows), moe_mlpwi_0
   and moe_mlpwi_1 (the first product), moe_mlpwo (the result); mlpwi_0 and mlpwo as well, as MaxText has it.
@@ -59,6 +65,7 @@ def expert_mlp(grouped_matmul: GroupedMatmul, rows, group_sizes, weights: Expert
   Args:
     grouped_matmul: see the module's docstring.
     rows: [R,D] in the layer's dtype, grouped by expert.
+    row_weights: float32 [R], or None for weights of 1.
     group_sizes: int32 [e].
     weights: in the layer's dtype.
     rule: the expert rule.
@@ -67,24 +74,26 @@ def expert_mlp(grouped_matmul: GroupedMatmul, rows, group_sizes, weights: Expert
     [R,D] in the layer's dtype; rows past the sum of group_sizes are undefined.
   """
   rows = checkpoint_name(rows, "moe_x_sorted")
-  if weights.fused is not None:
-    gate, up = jnp.split(grouped_matmul(rows, weights.fused, group_sizes), 2, axis=-1)
-  else:
-    gate, up = (grouped_matmul(rows, kernel, group_sizes) for kernel in (weights.gate, weights.up))
+  fused = weights.fused if weights.fused is not None else jnp.concatenate([weights.gate, weights.up], axis=-1)
+  gate, up = jnp.split(grouped_matmul(rows, fused, group_sizes), 2, axis=-1)
   if weights.gate_bias is not None:
     gate = gate + bias_of_rows(weights.gate_bias, group_sizes, rows.shape[0])
     up = up + bias_of_rows(weights.up_bias, group_sizes, rows.shape[0])
   gate = checkpoint_name(checkpoint_name(gate, "mlpwi_0"), "moe_mlpwi_0")
   up = checkpoint_name(up, "moe_mlpwi_1")
-  out = grouped_matmul(activate(rule, gate, up, rows.dtype), weights.down, group_sizes)
+  hidden = activate(rule, gate, up)
+  if row_weights is not None:
+    hidden = hidden * row_weights[:, None]  # float32 from here
+  out = grouped_matmul(hidden.astype(rows.dtype), weights.down, group_sizes)
   if weights.down_bias is not None:
-    out = out + bias_of_rows(weights.down_bias, group_sizes, rows.shape[0])
+    bias = bias_of_rows(weights.down_bias, group_sizes, rows.shape[0])
+    out = out + (bias if row_weights is None else (bias * row_weights[:, None]).astype(out.dtype))
   return checkpoint_name(checkpoint_name(out, "mlpwo"), "moe_mlpwo")
 
 
 def expert_of_rows(group_sizes: jax.Array, rows: int) -> jax.Array:
   """int32 [rows]: the expert of each row; e for the rows past the sum of group_sizes."""
-  return jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(rows), side="right").astype(jnp.int32)
+  return (jnp.cumsum(group_sizes)[None, :] <= jnp.arange(rows)[:, None]).sum(1, dtype=jnp.int32)
 
 
 def bias_of_rows(bias: jax.Array, group_sizes: jax.Array, rows: int) -> jax.Array:

@@ -1,7 +1,8 @@
 """What a transport is: it brings rows to the rank that holds their expert, and their results back.
 
-Owns the row order (which row comes from which token) and the two passes over [rows, D] that every transport shares, with
-hand-written gradients: both directions gather, neither scatters.
+Owns the row order (which row comes from which token) and the passes over [rows, D] that transports share, with hand-written
+gradients: both directions gather, neither scatters. A token's combine weight travels with its row and is applied by the expert, so
+that nothing here multiplies [rows, D].
 """
 
 import functools
@@ -15,34 +16,33 @@ class RowOrder(NamedTuple):
   """Which rows a rank computes, grouped by expert.
 
   Attributes:
-    token_of_row: int32 [R], index of the token a row copies.
-    slot_of_row: int32 [R], index into the flattened [N,K] selection, i.e. token * K + k.
+    slot_of_row: int32 [R], index into the flattened [N,K] selection, i.e. token * K + k; negative in unused rows.
     row_of_slot: int32 [N,K], the row that holds a selection, or R where it is not computed here.
-    group_sizes: int32 [e], rows of each local expert. Rows past their sum are unused.
+    group_sizes: int32 [e], rows of each local expert, unused ones that align the next expert included.
+    received: int32 scalar, rows in use.
   """
 
-  token_of_row: jax.Array
   slot_of_row: jax.Array
   row_of_slot: jax.Array
   group_sizes: jax.Array
-
-  @property
-  def used(self):
-    """bool [R]: rows that hold a token."""
-    return jnp.arange(self.token_of_row.shape[0]) < self.group_sizes.sum()
+  received: jax.Array
 
 
 class Dispatched(NamedTuple):
   """What the experts get, and what `combine` needs afterwards.
 
   Attributes:
-    rows: [R,D], grouped by local expert; unused rows are zero.
+    rows: [R,D], grouped by local expert; unused rows are zero or, past the sum of group_sizes, undefined.
+    row_weights: float32 [R], the combine weight of each row; zero or undefined likewise.
     group_sizes: int32 [e].
+    received: int32 scalar, rows this rank was sent, whether or not they fit.
     handle: the transport's own, opaque to others.
   """
 
   rows: jax.Array
+  row_weights: jax.Array
   group_sizes: jax.Array
+  received: jax.Array
   handle: tuple
 
 
@@ -58,10 +58,10 @@ class Transport(Protocol):
     """
 
   def combine(self, rows: jax.Array, handle: tuple, *, sum_dtype) -> jax.Array:
-    """rows [R,D] as the experts left them -> [T,D] in `sum_dtype`: the weighted sum over each token's experts."""
+    """rows [R,D], weighted by the experts -> [T,D] in `sum_dtype`: the sum over each token's experts."""
 
 
-def order_rows(experts: jax.Array, *, first, count: int, capacity: int) -> RowOrder:
+def order_rows(experts: jax.Array, *, first, count: int, capacity: int, alignment: int = 1) -> RowOrder:
   """Groups the selections that name experts [first, first + count) by expert, in token order within an expert.
 
   Args:
@@ -69,6 +69,7 @@ def order_rows(experts: jax.Array, *, first, count: int, capacity: int) -> RowOr
     first: first local expert; a traced scalar or an int.
     count: e, local experts.
     capacity: R; selections past it would be lost, so give `capacity.worst_case_rows`.
+    alignment: each expert's rows start at a multiple of this.
 
   Returns:
     RowOrder.
@@ -76,28 +77,40 @@ def order_rows(experts: jax.Array, *, first, count: int, capacity: int) -> RowOr
   slots = experts.size
   local = experts.reshape(-1) - first
   key = jnp.where((local >= 0) & (local < count), local, count)
-  sorted_key, order = jax.lax.sort_key_val(key, jnp.arange(slots, dtype=jnp.int32), is_stable=True)
-  ends = jnp.searchsorted(sorted_key, jnp.arange(count, dtype=key.dtype), side="right").astype(jnp.int32)
+  sizes = (key[:, None] == jnp.arange(count, dtype=key.dtype)).sum(0, dtype=jnp.int32)
+  aligned = -(-sizes // alignment) * alignment
+  sorted_key, slot = jax.lax.sort_key_val(key, jnp.arange(slots, dtype=jnp.int32), is_stable=True)
   row = jnp.arange(slots, dtype=jnp.int32)
-  row_of_slot = jnp.zeros((slots,), jnp.int32).at[order].set(jnp.where(row < ends[-1], row, capacity), unique_indices=True)
-  return RowOrder(
-      token_of_row=order[:capacity] // experts.shape[-1],
-      slot_of_row=order[:capacity],
-      row_of_slot=row_of_slot.reshape(experts.shape),
-      group_sizes=jnp.diff(ends, prepend=0),
-  )
+  if alignment > 1:  # shift each expert's run to its aligned start
+    shift = jnp.cumsum(aligned - sizes) - (aligned - sizes)
+    row = row + jnp.take(shift, sorted_key, mode="clip")
+  row = jnp.where(sorted_key < count, row, capacity)
+  if alignment == 1:
+    slot_of_row = jnp.where(row < capacity, slot, -1)[:capacity]
+  else:
+    unused = jnp.full((capacity,), -1, jnp.int32)
+    # Rows that do not exist go past the end, each to its own place, so that indices stay unique.
+    target = jnp.where(row < capacity, row, capacity + jnp.arange(slots, dtype=jnp.int32))
+    slot_of_row = unused.at[target].set(slot, mode="drop", unique_indices=True)
+  row_of_slot = jnp.zeros((slots,), jnp.int32).at[slot].set(jnp.minimum(row, capacity), unique_indices=True)
+  return RowOrder(slot_of_row, row_of_slot.reshape(experts.shape), aligned, sizes.sum())
 
 
-def _rows_of_tokens(rows: jax.Array, order: RowOrder) -> jax.Array:
-  """[N,K,D]: the row of each selection, zero where it was not computed here."""
-  picked = jnp.take(rows, order.row_of_slot, axis=0, mode="clip")
-  return jnp.where((order.row_of_slot < rows.shape[0])[..., None], picked, 0)
+def _rows_of_tokens(rows: jax.Array, row_of_slot: jax.Array) -> jax.Array:
+  """rows [R,...] at row_of_slot [N,K] -> [N,K,...]; zero where a selection was not computed here."""
+  return jnp.take(rows, row_of_slot, axis=0, mode="fill", fill_value=0)
+
+
+def _tokens_of_rows(x: jax.Array, slot_of_row: jax.Array, experts_per_token: int) -> jax.Array:
+  """x [N,D] at the tokens of slot_of_row [R] -> [R,D]; zero in unused rows."""
+  picked = jnp.take(x, jnp.maximum(slot_of_row, 0) // experts_per_token, axis=0, mode="clip")
+  return jnp.where((slot_of_row >= 0)[:, None], picked, 0)
 
 
 @jax.custom_vjp
 def gather_rows(x: jax.Array, order: RowOrder) -> jax.Array:
   """x [N,D] -> rows [R,D]; unused rows are zero."""
-  return jnp.where(order.used[:, None], jnp.take(x, order.token_of_row, axis=0, mode="clip"), 0)
+  return _tokens_of_rows(x, order.slot_of_row, order.row_of_slot.shape[1])
 
 
 def _gather_rows_fwd(x, order):
@@ -105,33 +118,45 @@ def _gather_rows_fwd(x, order):
 
 
 def _gather_rows_bwd(order, d_rows):
-  d_x = _rows_of_tokens(d_rows, order).astype(jnp.float32).sum(1)
+  d_x = _rows_of_tokens(d_rows, order.row_of_slot).sum(1, dtype=jnp.promote_types(d_rows.dtype, jnp.float32))
   return d_x.astype(d_rows.dtype), None
 
 
 gather_rows.defvjp(_gather_rows_fwd, _gather_rows_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def combine_rows(rows: jax.Array, weights: jax.Array, order: RowOrder, sum_dtype) -> jax.Array:
-  """sum_k weights[n,k] * rows[row_of_slot[n,k]], summed in `sum_dtype`: rows [R,D], weights [N,K] -> [N,D]."""
-  picked = _rows_of_tokens(rows, order).astype(sum_dtype)
-  return jnp.einsum("nkd,nk->nd", picked, weights.astype(sum_dtype), precision=jax.lax.Precision.HIGHEST)
+@jax.custom_vjp
+def gather_weights(weights: jax.Array, order: RowOrder) -> jax.Array:
+  """weights [N,K] -> [R]; zero in unused rows."""
+  picked = jnp.take(weights.reshape(-1), jnp.maximum(order.slot_of_row, 0), mode="clip")
+  return jnp.where(order.slot_of_row >= 0, picked, 0)
 
 
-def _combine_rows_fwd(rows, weights, order, sum_dtype):
-  return combine_rows(rows, weights, order, sum_dtype), (rows, weights, order)
+def _gather_weights_fwd(weights, order):
+  return gather_weights(weights, order), order
+
+
+def _gather_weights_bwd(order, d_row_weights):
+  return _rows_of_tokens(d_row_weights, order.row_of_slot), None
+
+
+gather_weights.defvjp(_gather_weights_fwd, _gather_weights_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def combine_rows(rows: jax.Array, order: RowOrder, sum_dtype) -> jax.Array:
+  """sum_k rows[row_of_slot[n,k]] in `sum_dtype`: rows [R,D] -> [N,D]."""
+  return _rows_of_tokens(rows, order.row_of_slot).sum(1, dtype=sum_dtype)
+
+
+def _combine_rows_fwd(rows, order, sum_dtype):
+  return combine_rows(rows, order, sum_dtype), (order, jnp.zeros((), rows.dtype))
 
 
 def _combine_rows_bwd(sum_dtype, residuals, d_y):
-  rows, weights, order = residuals
-  d_y = d_y.astype(sum_dtype)
-  row_weights = jnp.take(weights.reshape(-1), order.slot_of_row, mode="clip").astype(sum_dtype)
-  d_rows = jnp.take(d_y, order.token_of_row, axis=0, mode="clip") * row_weights[:, None]
-  d_rows = jnp.where(order.used[:, None], d_rows, 0).astype(rows.dtype)
-  picked = _rows_of_tokens(rows, order).astype(sum_dtype)
-  d_weights = jnp.einsum("nkd,nd->nk", picked, d_y, precision=jax.lax.Precision.HIGHEST)
-  return d_rows, d_weights.astype(weights.dtype), None
+  del sum_dtype
+  order, of_rows = residuals
+  return _tokens_of_rows(d_y.astype(of_rows.dtype), order.slot_of_row, order.row_of_slot.shape[1]), None
 
 
 combine_rows.defvjp(_combine_rows_fwd, _combine_rows_bwd)

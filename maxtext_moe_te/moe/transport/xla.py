@@ -7,9 +7,10 @@ costs is memory for the group's tokens on every rank; `nccl_ep` is the transport
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
-from maxtext_moe_te.moe.capacity import worst_case_rows
-from maxtext_moe_te.moe.transport.base import Dispatched, combine_rows, gather_rows, order_rows
+from maxtext_moe_te.moe.capacity import aligned_rows, worst_case_rows
+from maxtext_moe_te.moe.transport.base import Dispatched, combine_rows, gather_rows, gather_weights, order_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,29 +21,34 @@ class XlaTransport:
   axis: mesh axis names over which experts are split.
   ranks: product of their sizes.
   tokens_split: whether tokens are split over `axis` too; if not, every rank of the group already has all of them.
+  alignment: each expert's rows start at a multiple of this.
   """
 
   num_experts: int
   axis: tuple[str, ...]
   ranks: int
   tokens_split: bool
+  alignment: int = 1
   name: str = "xla"
 
   def dispatch(self, x, experts, weights, *, distinct):
     """See `Transport.dispatch`. N = ranks * T if tokens are split, else T; R is the worst case."""
+    weights = weights.astype(jnp.float32)
     if self.tokens_split:
       x, experts, weights = (jax.lax.all_gather(a, self.axis, tiled=True) for a in (x, experts, weights))
     count = self.num_experts // self.ranks
     capacity = worst_case_rows(
         group_tokens=x.shape[0], experts_per_token=experts.shape[1], local_experts=count, distinct=distinct
     )
-    order = order_rows(experts, first=jax.lax.axis_index(self.axis) * count, count=count, capacity=capacity)
-    return Dispatched(gather_rows(x, order), order.group_sizes, (order, weights))
+    capacity = aligned_rows(capacity, local_experts=count, alignment=self.alignment)
+    first = jax.lax.axis_index(self.axis) * count
+    order = order_rows(experts, first=first, count=count, capacity=capacity, alignment=self.alignment)
+    row_weights = gather_weights(weights, order)
+    return Dispatched(gather_rows(x, order), row_weights, order.group_sizes, order.received, (order,))
 
   def combine(self, rows, handle, *, sum_dtype):
     """See `Transport.combine`. Each rank sums what its experts contribute; the ranks' sums are then added."""
-    order, weights = handle
-    partial = combine_rows(rows, weights, order, sum_dtype)
+    partial = combine_rows(rows, *handle, sum_dtype)
     if self.tokens_split:
       return jax.lax.psum_scatter(partial, self.axis, tiled=True)
     return jax.lax.psum(partial, self.axis)
