@@ -119,7 +119,10 @@ def split_words(words: list[str]) -> tuple[list[str], str | None, dict]:
 
 
 def _value(text):
-  return {"true": True, "false": False}.get(text.lower(), text)
+  try:
+    return float(text)
+  except ValueError:
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def _parser():

@@ -1,20 +1,17 @@
 """`RoutedMoE.__call__` under the plugin: MaxText's parameters and sharding rules in, our layer, MaxText's results out."""
 
 import functools
-import logging
 
 import jax
 import jax.numpy as jnp
 from maxtext.layers import linears, moe
 
 from maxtext_moe_te.errors import RefusedError
-from maxtext_moe_te.host import metrics, rules_from_config
+from maxtext_moe_te.host import metrics, parts, rules_from_config
 from maxtext_moe_te.moe import block, routing
 from maxtext_moe_te.moe.experts.base import ExpertWeights
 from maxtext_moe_te.moe.rules import RouterRule, Selection
 from maxtext_moe_te.settings.config import MoeTeOptions
-
-log = logging.getLogger("maxtext_moe_te")
 
 
 def replacing(options: MoeTeOptions):
@@ -49,7 +46,7 @@ def _routed_moe(module, options, inputs, input_ids, gate_inputs, forced_routed_e
       expert_weights(module, layout),
       spec=spec,
       layout=layout,
-      parts=choose_parts(options, layout, spec),
+      parts=parts.choose(options, layout, spec),
   )
   if options.metrics:
     metrics.sow(module, out)
@@ -155,36 +152,3 @@ def _bias_update(module: moe.RoutedMoE, rows: jax.Array):
   if module.config.gradient_accumulation_steps > 1:
     return rows
   return routing.bias_update(rows, module.config.routed_bias_update_rate)
-
-
-def choose_parts(options: MoeTeOptions, layout: block.Layout, spec: block.LayerSpec) -> block.Parts:
-  """The implementation of each stage for this mesh's devices; the choice is logged once per process.
-
-  Raises:
-    RefusedError: a part that was asked for cannot serve this mesh.
-  """
-  platform = layout.mesh.devices.flat[0].platform
-  ranks = layout.size(layout.expert)
-  if options.transport == "local" and ranks > 1:
-    raise RefusedError(
-        found=f"moe_te.transport=local on an expert axis of {ranks}",
-        needed="a transport that moves rows between ranks",
-        fix="set moe_te.transport=auto",
-    )
-  if options.transport == "xla" and ranks == 1:
-    raise RefusedError(
-        found="moe_te.transport=xla without an expert axis",
-        needed="an expert axis larger than 1 (ici_expert_parallelism)",
-        fix="set moe_te.transport=auto",
-    )
-  transport = block.choose_transport(options.transport, layout, spec.num_experts)
-  experts = options.experts
-  if experts == "auto":
-    experts = "blocked" if platform == "cpu" else "ragged_dot"
-  _log_choice(platform, str(spec.router), str(spec.expert), transport.name, experts)
-  return block.Parts(transport=transport, grouped_matmul=block.GROUPED_MATMULS[experts])
-
-
-@functools.cache
-def _log_choice(platform, router, expert, transport, experts):
-  log.info("MoE layer on %s: router jax (%s); transport %s; experts %s (%s)", platform, router, transport, experts, expert)

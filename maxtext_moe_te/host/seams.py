@@ -9,7 +9,7 @@ import dataclasses
 import sys
 
 from maxtext_moe_te import versions
-from maxtext_moe_te.host import configuration, layer, metrics, patching, rules_from_config
+from maxtext_moe_te.host import configuration, layer, metrics, parts, patching, rules_from_config
 from maxtext_moe_te.host.patching import Activation, Seam
 from maxtext_moe_te.settings.config import MoeTeOptions
 
@@ -20,6 +20,8 @@ def activate(overlay=None, options: MoeTeOptions | None = None) -> Activation:
   """Puts all seams in place, or none. See `maxtext_moe_te.activate`."""
   if options is None:
     options = MoeTeOptions.from_mapping(overlay.moe_te if overlay else {}, source="overlay")
+  if options.enabled:
+    parts.check_options(options)
   host_version = versions.check_maxtext(accept_unknown=options.unknown_host)
   return patching.activate_once(
       (overlay, options),
@@ -41,6 +43,14 @@ def seams(overlay, options: MoeTeOptions) -> list[Seam]:
             fingerprints={"0.2.5": "ab9adf9faeab03ac236c37d64b31176880479daa6828ca51523aca6b8c694882"},
             relies_on=LAYER_RELIES_ON,
             reason="the MoE layer itself; a method, because subclasses and from-imports keep the class",
+        )
+    )
+    needed.append(
+        Seam(
+            target="maxtext.utils.max_utils:maybe_bootstrap_te_moe",
+            replace=parts.bootstrapping(options),
+            fingerprints={"0.2.5": "3ab54efbc82fb1363f7e6f8356fb06987c6002c2964315fa3c08edd89dbef963"},
+            reason="called once, before the model is traced: the only moment at which an NCCL EP group can be made",
         )
     )
     if options.metrics:

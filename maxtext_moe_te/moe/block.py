@@ -18,8 +18,6 @@ from maxtext_moe_te.moe.experts import blocked, ragged_dot, reference
 from maxtext_moe_te.moe.experts.base import ExpertWeights, GroupedMatmul, expert_mlp
 from maxtext_moe_te.moe.rules import ExpertRule, RouterRule, Selection
 from maxtext_moe_te.moe.transport.base import Transport
-from maxtext_moe_te.moe.transport.local import LocalTransport
-from maxtext_moe_te.moe.transport.xla import XlaTransport
 
 GROUPED_MATMULS: dict[str, GroupedMatmul] = {
     "reference": reference.grouped_matmul,
@@ -105,16 +103,6 @@ class MoeOutput(NamedTuple):
   receive_rows_max: jax.Array
   receive_capacity: jax.Array
   overflow: jax.Array
-
-
-def choose_transport(name: str, layout: Layout, num_experts: int) -> Transport:
-  """The transport for a layout; `auto` means `local` without an expert axis and `xla` with one."""
-  ranks = layout.size(layout.expert)
-  if name == "auto":
-    name = "local" if ranks == 1 else "xla"
-  if name == "local":
-    return LocalTransport(num_experts)
-  return XlaTransport(num_experts, layout.expert, ranks, tokens_split=set(layout.expert) <= set(layout.tokens))
 
 
 def moe_block(

@@ -94,9 +94,12 @@ def route(rule: RouterRule, logits: jax.Array, inputs: RouterInputs, *, dtype) -
     values_from = scores if rule.weights_ignore_bias else biased
   if rule.weighting is Weighting.SOFTMAX_OF_ALL:
     values_from = jax.nn.softmax(values_from.astype(jnp.float32), axis=-1)
-  used = (experts >= 0) & (experts < logits.shape[-1]) if replayed else None
-  experts = experts.astype(jnp.int32)
-  weights = take_experts(values_from, experts)
+  experts = selected = experts.astype(jnp.int32)
+  if replayed:
+    # An unused place reads expert 0, as in MaxText: of scores taken as they are, that enters the sum they are divided by.
+    used = (experts >= 0) & (experts < logits.shape[-1])
+    selected = jnp.where(used, experts, 0)
+  weights = take_experts(values_from, selected)
 
   if rule.weighting is Weighting.SOFTMAX:
     if replayed:  # unused places stay out of the sum; finite, because a token may have no used place at all
@@ -112,7 +115,7 @@ def route(rule: RouterRule, logits: jax.Array, inputs: RouterInputs, *, dtype) -
   if rule.scale != 1.0:
     weights = weights * rule.scale
   if rule.expert_scale:
-    weights = weights * take_experts(inputs.expert_scale.astype(weights.dtype), experts)
+    weights = weights * take_experts(inputs.expert_scale.astype(weights.dtype), selected)
   if replayed:
     weights = weights * used
   return Routing(experts, _weights_on_input(rule, weights), balance_scores)
@@ -134,10 +137,7 @@ def _group_mask(rule: RouterRule, biased: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def take_experts(scores: jax.Array, experts: jax.Array) -> jax.Array:
-  """scores [B,S,E] or [E] at experts [B,S,K] -> [B,S,K]; ids outside [0, E) take the nearest expert's.
-
-  Its gradient compares instead of scattering, which GPUs do slowly; ids outside [0, E) have none.
-  """
+  """scores [B,S,E] or [E] at experts [B,S,K] -> [B,S,K]; its gradient compares instead of scattering, which GPUs do slowly."""
   if scores.ndim == 1:
     return jnp.take(scores, experts, mode="clip")
   return jnp.take_along_axis(scores, experts, axis=-1, mode="clip")

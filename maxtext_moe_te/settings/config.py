@@ -13,6 +13,7 @@ CHOICES = {
   "router": ("auto", "jax", "te"),
   "transport": ("auto", "local", "xla", "nccl_ep"),
   "experts": ("auto", "reference", "ragged_dot", "blocked", "te"),
+  "recipe": ("bf16", "mxfp8"),
 }
 
 
@@ -25,6 +26,9 @@ class MoeTeOptions:
     router: which router computes scores and expert choice.
     transport: what carries rows to the ranks that hold their experts.
     experts: what multiplies the rows with the expert weights.
+    recipe: precision of Transformer Engine's grouped products; mxfp8 needs Blackwell.
+    capacity_factor: receive capacity of NCCL EP over that of balanced routing, at least 1; 0 holds whatever the routing. A step
+      that exceeds a finite one stops the run, its update not applied.
     metrics: report rows per expert, receive demand and overflow from every decoder block.
     unknown_host: accept a MaxText function whose source differs from the recorded fingerprint.
   """
@@ -33,6 +37,8 @@ class MoeTeOptions:
   router: str = "auto"
   transport: str = "auto"
   experts: str = "auto"
+  recipe: str = "bf16"
+  capacity_factor: float = 0.0
   metrics: bool = True
   unknown_host: bool = False
 
@@ -71,7 +77,9 @@ def _check(mapping, source):
         needed=f"one of {', '.join(names)}",
         fix=f"write moe_te.{near}" if near else f"remove moe_te.{key}",
       )
-    if key not in CHOICES and not isinstance(value, bool):
+    if key == "capacity_factor":
+      _check_capacity_factor(value, source)
+    elif key not in CHOICES and not isinstance(value, bool):
       raise OptionError(
         found=f"moe_te.{key}={value} in {source}",
         needed="true or false",
@@ -84,3 +92,12 @@ def _check(mapping, source):
         needed=f"one of {', '.join(CHOICES[key])}",
         fix=f"write moe_te.{key}={near}",
       )
+
+
+def _check_capacity_factor(value, source):
+  if isinstance(value, bool) or not isinstance(value, int | float) or not (value == 0 or 1 <= value < float("inf")):
+    raise OptionError(
+      found=f"moe_te.capacity_factor={value} in {source}",
+      needed="a number of at least 1, or 0 for a capacity that nothing exceeds",
+      fix="write moe_te.capacity_factor=0 or, to save memory, moe_te.capacity_factor=2",
+    )

@@ -1,0 +1,218 @@
+"""Which implementation each stage uses, decided once from the options, the mesh and what is installed, and logged with its reason.
+
+An explicit choice is honoured or refused; `auto` may choose.
+"""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_moe_te import versions
+from maxtext_moe_te.errors import MoeTeError, RefusedError
+from maxtext_moe_te.host import rules_from_config
+from maxtext_moe_te.moe import te_runtime
+from maxtext_moe_te.moe.block import GROUPED_MATMULS, LayerSpec, Layout, Parts
+from maxtext_moe_te.moe.experts import te
+from maxtext_moe_te.moe.transport import nccl_ep
+from maxtext_moe_te.moe.transport.local import LocalTransport
+from maxtext_moe_te.moe.transport.xla import XlaTransport
+from maxtext_moe_te.settings.config import MoeTeOptions
+
+log = logging.getLogger("maxtext_moe_te")
+
+
+def choose(options: MoeTeOptions, layout: Layout, spec: LayerSpec) -> Parts:
+  """The parts for a layer on a mesh.
+
+  Raises:
+    RefusedError: a part that was asked for cannot serve this layer or mesh.
+    VersionError: what a part needs is missing or of another version.
+  """
+  device = layout.mesh.devices.flat[0]
+  experts, why_experts = _experts(options, device, spec)
+  transport, why_transport = _transport(options, layout, spec, device, mxfp8=options.recipe == "mxfp8")
+  _log_choice(
+      f"MoE layer on {device.platform}: router jax ({spec.router}); transport {transport.name}{why_transport}; "
+      f"experts {experts}{why_experts} ({spec.expert})"
+  )
+  if experts == "te":
+    grouped_matmul = te.grouped_matmul_mxfp8 if options.recipe == "mxfp8" else te.grouped_matmul
+  else:
+    grouped_matmul = GROUPED_MATMULS[experts]
+  return Parts(transport=transport, grouped_matmul=grouped_matmul)
+
+
+@functools.cache
+def _log_choice(line):
+  log.info(line)
+
+
+def check_options(options: MoeTeOptions) -> None:
+  """Refuses, before anything starts, parts whose packages are missing.
+
+  Raises:
+    VersionError: Transformer Engine is asked for and missing or unsupported.
+    RefusedError: options that contradict each other.
+  """
+  asked = [f"moe_te.{stage}={value}" for stage, value in _te_choices(options) if value in ("te", "nccl_ep")]
+  if asked:
+    try:
+      versions.check("transformer-engine")
+    except MoeTeError as error:
+      raise type(error)(found=f"{' and '.join(asked)}, and {error.found}", needed=error.needed, fix=error.fix) from error
+  if options.router == "te":
+    raise RefusedError(
+        found="moe_te.router=te", needed="the router that every rule has", fix="set moe_te.router=jax or moe_te.router=auto"
+    )
+  if options.recipe == "mxfp8" and options.experts not in ("auto", "te"):
+    raise RefusedError(
+        found=f"moe_te.recipe=mxfp8 with moe_te.experts={options.experts}",
+        needed="Transformer Engine's grouped GEMM",
+        fix="set moe_te.experts=te",
+    )
+
+
+def _te_choices(options):
+  return ("router", options.router), ("transport", options.transport), ("experts", options.experts)
+
+
+def _experts(options, device, spec) -> tuple[str, str]:
+  """(name, reason in brackets or nothing)."""
+  name = options.experts
+  if name == "auto" and options.recipe == "mxfp8":
+    name = "te"
+  if name == "te":
+    _check_te_experts(options, device)
+    return name, f" {options.recipe}"
+  if name != "auto":
+    return name, ""
+  if device.platform == "cpu":
+    return "blocked", ""
+  reason = _reason_against(lambda: _check_te_experts(options, device))
+  if not reason and spec.dtype != jnp.bfloat16:
+    reason = f"Transformer Engine's grouped GEMM computes in bfloat16, not {spec.dtype}"
+  return ("ragged_dot", f" [{reason}]") if reason else ("te", f" {options.recipe}")
+
+
+def _check_te_experts(options, device):
+  versions.check("transformer-engine")
+  if device.platform == "cpu":
+    raise RefusedError(found="moe_te.experts=te on a CPU", needed="an NVIDIA GPU", fix="set moe_te.experts=auto")
+  if is_here(device):
+    te_runtime.check_grouped_gemm(device.compute_capability)
+    if options.recipe == "mxfp8":
+      te_runtime.check_mxfp8(device.compute_capability)
+
+
+def is_here(device) -> bool:
+  """Whether a device is one of this process's backends, not one that a run is only compiled for."""
+  return hasattr(device, "client") and device.platform == jax.default_backend() and device in jax.devices()
+
+
+def _reason_against(check) -> str:
+  try:
+    check()
+  except MoeTeError as error:
+    return error.found
+  return ""
+
+
+def _transport(options, layout, spec, device, *, mxfp8):
+  ranks = layout.size(layout.expert)
+  name = options.transport
+  alignment = te.MXFP8_BLOCK if mxfp8 else 1
+  if name == "local" and ranks > 1:
+    raise RefusedError(
+        found=f"moe_te.transport=local on an expert axis of {ranks}",
+        needed="a transport that moves rows between ranks",
+        fix="set moe_te.transport=auto",
+    )
+  if name in ("xla", "nccl_ep") and ranks == 1:
+    raise RefusedError(
+        found=f"moe_te.transport={name} without an expert axis",
+        needed="an expert axis larger than 1 (ici_expert_parallelism)",
+        fix="set moe_te.transport=auto",
+    )
+  if ranks == 1:
+    return LocalTransport(spec.num_experts, alignment), ""
+  reason = ""
+  if name != "xla":
+    group = nccl_ep.bootstrapped()
+    if group is not None:
+      return nccl_ep.NcclEpTransport(group.experts_per_token, group.capacity), ""
+    reason = f" [no NCCL EP group: {'a CPU' if device.platform == 'cpu' else 'this entry point makes none'}]"
+    if name == "nccl_ep":
+      raise RefusedError(
+          found=f"moe_te.transport=nccl_ep{reason}",
+          needed="a training entry point of MaxText on NVIDIA GPUs",
+          fix="set moe_te.transport=auto",
+      )
+  tokens_split = set(layout.expert) <= set(layout.tokens)
+  return XlaTransport(spec.num_experts, layout.expert, ranks, tokens_split, alignment), reason
+
+
+def bootstrapping(options: MoeTeOptions):
+  """The factory of the seam on `max_utils.maybe_bootstrap_te_moe`, which MaxText calls once before it traces the model."""
+
+  def replace(original):
+    @functools.wraps(original)
+    def maybe_bootstrap_te_moe(config, mesh, shaped_batch):
+      if not rules_from_config.is_moe(config):
+        return original(config, mesh, shaped_batch)
+      _bootstrap(options, config, mesh)
+      return None
+
+    return maybe_bootstrap_te_moe
+
+  return replace
+
+
+def _bootstrap(options, config, mesh):
+  """Makes the NCCL EP group if the run will use one."""
+  ranks = mesh.shape.get("expert", 1)
+  device = mesh.devices.flat[0]
+  if options.transport not in ("auto", "nccl_ep") or ranks == 1 or device.platform == "cpu":
+    return
+  group = ep_group(options, config, dict(mesh.shape))
+  reason = _reason_against(lambda: _check_nccl_ep(config, group))
+  if reason and options.transport == "nccl_ep":
+    _check_nccl_ep(config, group)
+  if reason:
+    log.info("NCCL EP not used: %s", reason)
+    return
+  log.info("NCCL EP group: %s, receive capacity %d rows per rank", group, group.capacity)
+  nccl_ep.bootstrap(group, mesh, "expert")
+
+
+def ep_group(options: MoeTeOptions, config, axis_sizes: dict[str, int]) -> nccl_ep.Bootstrap:
+  """What the NCCL EP group must hold: the largest batch that any call of the model gets, split over the mesh."""
+  batch = config.micro_batch_size_to_train_on
+  if config.eval_interval > 0:
+    batch = max(batch, config.micro_batch_size_to_eval_on)
+  split = 1
+  for axis in ("data", "fsdp", "fsdp_transpose", "expert", "context", "context_usp_ulysses", "tensor_sequence"):
+    split *= axis_sizes.get(axis, 1)
+  return nccl_ep.Bootstrap(
+      num_experts=config.num_experts,
+      experts_per_token=config.num_experts_per_tok,
+      ranks=axis_sizes.get("expert", 1),
+      max_tokens_per_rank=-(-batch * config.max_target_length // split),
+      width=config.moe_expert_input_dim if config.moe_expert_input_dim > 0 else config.emb_dim,
+      capacity_factor=options.capacity_factor,
+  )
+
+
+def _check_nccl_ep(config, group):
+  versions.check("transformer-engine")
+  if jnp.dtype(config.dtype) != jnp.bfloat16:
+    raise RefusedError(found=f"dtype={config.dtype} with NCCL EP", needed="dtype=bfloat16", fix="set moe_te.transport=xla")
+  if config.use_random_routing or config.decoder_block.value == "deepseek4":
+    raise RefusedError(
+        found="a router that may name an expert twice, with NCCL EP",
+        needed="a top-k selection in every layer",
+        fix="set moe_te.transport=xla",
+    )
+  group.check()
+  te_runtime.prepare_nccl_ep()
