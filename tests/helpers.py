@@ -90,6 +90,18 @@ def routed_moe(config, mesh, seed: int = 0, **options):
   return module
 
 
+def parameters(module):
+  """(name, variable) of every floating parameter of a module."""
+  from flax import nnx
+
+  for path, leaf in nnx.to_flat_state(nnx.state(module)):
+    if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating):
+      variable = module
+      for name in path:
+        variable = getattr(variable, name)
+      yield ".".join(map(str, path)), variable
+
+
 def run_layer(config, mesh, call, module, x, cotangent, **inputs) -> dict:
   """Output, losses and every gradient of one layer.
 

@@ -18,3 +18,7 @@ TRAINING_LOSS = 1e-4
 # twice.
 BFLOAT16_FORWARD = 5e-3
 BFLOAT16_GRADIENT = 1e-2
+
+# Relative Frobenius error of one product rounded to bfloat16: half a unit in the last place is 2^-9 of each element, 1.1e-3 in the
+# mean over a mantissa; three times that leaves room for rounded inputs of the backward products.
+BFLOAT16_ROUNDING = 4e-3

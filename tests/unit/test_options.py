@@ -14,6 +14,8 @@ def test_defaults():
     "router": "auto",
     "transport": "auto",
     "experts": "auto",
+    "recipe": "bf16",
+    "capacity_factor": 0.0,
     "metrics": True,
     "unknown_host": False,
   }
@@ -43,7 +45,7 @@ def test_every_choice_is_accepted(name):
   [
     (
       {"ruoter": "te"},
-      "unknown option moe_te.ruoter in my.yml; needed: one of enabled, router, transport, experts, metrics, unknown_host. "
+      "unknown option moe_te.ruoter in my.yml; needed: one of enabled, router, transport, experts, recipe, capacity_factor, metrics, unknown_host. "
       "Fix: write moe_te.router.",
     ),
     ({"zzz": 1}, "Fix: remove moe_te.zzz."),

@@ -8,6 +8,7 @@ Imports Transformer Engine at call time, never at import.
 """
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +65,6 @@ def _bind(lhs, rhs, group_sizes, *, ragged: str, out_shape, transpose_kernels: b
     out_shape: of the result.
     transpose_kernels: multiply with the kernels' transposes.
   """
-  from transformer_engine.jax.cpp_extensions import gemm
   from transformer_engine.jax.quantize import ScalingMode
 
   # Arrays of no elements, made from an input: as constants they crash JAX 0.11.2 (see the module's docstring).
@@ -73,7 +73,7 @@ def _bind(lhs, rhs, group_sizes, *, ragged: str, out_shape, transpose_kernels: b
   both = ragged == "both"
   left, right = lhs.shape
   rhs_left = rhs.shape[0] if both else rhs.shape[0] * rhs.shape[1]
-  (out,) = gemm.GroupedGemmPrimitive.outer_primitive.bind(
+  (out,) = _gemm_module().GroupedGemmPrimitive.outer_primitive.bind(
       lhs,
       none_float,
       rhs,
@@ -105,12 +105,15 @@ def _bind(lhs, rhs, group_sizes, *, ragged: str, out_shape, transpose_kernels: b
   return out
 
 
+def _gemm_module():
+  # Not `from … import gemm`: the package has a function of that name.
+  return importlib.import_module("transformer_engine.jax.cpp_extensions.gemm")
+
+
 @functools.cache
 def _scalars(groups: int) -> int:
   """How many alphas and betas the kernel takes: one per group from Blackwell on, one in all before."""
-  from transformer_engine.jax.cpp_extensions import gemm
-
-  return groups if gemm._v2_grouped_gemm_supports_per_group_alpha_beta() else 1
+  return groups if _gemm_module()._v2_grouped_gemm_supports_per_group_alpha_beta() else 1
 
 
 def grouped_matmul_mxfp8(rows: jax.Array, kernels: jax.Array, group_sizes: jax.Array) -> jax.Array:
