@@ -10,6 +10,7 @@ English, PSF licence). Everything the demo writes lies in one folder: text, chec
 import argparse
 import contextlib
 import fcntl
+import functools
 import importlib.util
 import json
 import math
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> int:
     MoeTeError: bad arguments, or an output folder that cannot be used.
   """
   arguments = _parse(argv)
-  say = print if not arguments.json else lambda *words: print(*words, file=sys.stderr)
+  say = functools.partial(_say, sys.stderr if arguments.json else sys.stdout)
   steps = arguments.steps or overlay.load("demo").maxtext["steps"]
   words = [*(PLAIN if arguments.plain else ()), *arguments.word]
   folder = Folder(arguments.output)
@@ -78,6 +79,11 @@ def main(argv: list[str]) -> int:
   except KeyboardInterrupt:
     say("stopped; the same command resumes")
     return 128 + signal.SIGINT
+
+
+def _say(stream, line):
+  with contextlib.suppress(BrokenPipeError):  # when nobody listens any more, the training goes on
+    print(line, file=stream, flush=True)
 
 
 def _parse(argv):

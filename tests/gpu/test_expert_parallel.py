@@ -1,0 +1,60 @@
+"""NCCL EP between processes: as many ranks as there are GPUs, or two ranks on one."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+from tests import tolerances
+
+pytestmark = [pytest.mark.gpu, pytest.mark.te]
+
+
+def run_ranks(ranks, *options, one_gpu, timeout=240):
+  """Starts the ranks together; returns rank 0's result."""
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+  environment = {**os.environ, "JAX_PLATFORMS": "cuda,cpu", "XLA_FLAGS": ""}
+  if one_gpu:
+    environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    options = (*options, "--one-gpu")
+  command = [sys.executable, "-m", "tests.gpu.ep_worker"]
+  processes = [
+      subprocess.Popen(
+          [*command, str(rank), str(ranks), str(port), *options],
+          env=environment,
+          stdout=subprocess.PIPE,
+          stderr=subprocess.STDOUT,
+          text=True,
+      )
+      for rank in range(ranks)
+  ]
+  outputs = []
+  try:
+    outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  assert all(process.returncode == 0 for process in processes), "\n".join(o[-3000:] for o in outputs)
+  return json.loads(outputs[0].split("RESULT", 1)[1].splitlines()[0])
+
+
+@pytest.mark.parametrize("shape", ["check", "uneven"])
+def test_two_ranks_on_one_gpu(shape):
+  result = run_ranks(2, "--shape", shape, one_gpu=True)
+  assert max(result["errors"].values()) <= tolerances.EXPERT_PARALLEL_BFLOAT16, result
+  assert result["rows_equal"]
+  assert result["overflow"] == 0
+  assert 0 < result["receive_rows_max"] <= result["receive_capacity"]
+
+
+def test_one_rank_per_gpu():
+  import jax
+
+  if jax.local_device_count() < 2:
+    pytest.skip("one GPU; two ranks on one GPU are tested above")
+  result = run_ranks(2, "--shape", "check", one_gpu=False)
+  assert max(result["errors"].values()) <= tolerances.EXPERT_PARALLEL_BFLOAT16, result
