@@ -186,13 +186,14 @@ def _per_device(spec, layout, parts, x, logits, router_inputs, weights) -> MoeOu
   rows = routing.rows_per_expert(routed.experts, spec.num_experts).sum(0)
   loss = _load_balance_loss(routed, s, spec, layout) if spec.load_balance_coefficient > 0.0 else None
   everywhere = tuple(layout.mesh.axis_names)
+  received = jax.lax.stop_gradient(sent.received)  # an integer, but pmax insists
   return MoeOutput(
       y=y.reshape(b, s, width).astype(spec.dtype),
       load_balance_loss=loss,
       rows_per_expert=jax.lax.psum(rows, layout.tokens) if layout.tokens else rows,
-      receive_rows_max=jax.lax.pmax(sent.received, everywhere),
+      receive_rows_max=jax.lax.pmax(received, everywhere),
       receive_capacity=jnp.int32(sent.rows.shape[0]),
-      overflow=jax.lax.psum((sent.received > sent.rows.shape[0]).astype(jnp.int32), everywhere),
+      overflow=jax.lax.psum((received > sent.rows.shape[0]).astype(jnp.int32), everywhere),
   )
 
 

@@ -32,7 +32,7 @@ from maxtext_moe_te.settings import overlay
 
 RUN_NAME = "demo"
 TOKENIZER = "tokenizer.llama2"  # MaxText ships it; 32,000 ids, the fewest of those it ships
-WARM_UP_STEPS = 5  # left out of the speed: the first steps of a process wait for compilation and fill pipelines
+WARM_UP_STEPS = 5  # left out of the speed: MaxText times the hand-over of a step, and the first ones do not wait for results
 ENDS = 10  # steps averaged for the loss at the end
 STOP_SECONDS = 30  # for a stopped training to finish writing a checkpoint
 OWN_KEYS = (
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
       else:
         status = train(folder, training_command(folder, steps, words), say)
       if status == 0:
-        report(folder, steps, entropy, say, as_json=arguments.json)
+        report(folder, entropy, say, as_json=arguments.json)
       return status
   except KeyboardInterrupt:
     say("stopped; the same command resumes")
@@ -186,7 +186,7 @@ class Folder:
     if fresh:
       self._clear()
     if self.configuration.exists():
-      self._compare(json.loads(self.configuration.read_text()), wanted)
+      self._compare(wanted)
     else:
       self.configuration.write_text(json.dumps(wanted, indent=2) + "\n")
 
@@ -206,7 +206,11 @@ class Folder:
     for path in (self.text, self.metrics, self.log, self.picture, self.configuration):
       path.unlink(missing_ok=True)
 
-  def _compare(self, found, wanted):
+  def _compare(self, wanted):
+    try:
+      found = json.loads(self.configuration.read_text())
+    except ValueError:  # cut off by an interruption
+      found = {}
     for key, value in wanted.items():
       if found.get(key) != value:
         other = "another configs/demo.yml" if key == "overlay" else f"{key} {found.get(key)}, this one has {value}"
@@ -366,7 +370,8 @@ def train(folder: Folder, command: list[str], say) -> int:
   if status:
     for line in list(last)[-1:] if status == MoeTeError.exit_status else last:
       say(line)
-    say(f"training failed with status {status}; its log: {folder.log}")
+    how = f"failed with status {status}" if status > 0 else f"was killed by signal {-status}"
+    say(f"training {how}; its log: {folder.log}")
   return status if status >= 0 else 128 - status
 
 
@@ -394,10 +399,14 @@ def _follow(lines, log, last, signals, say):
         say(progress + rest)
 
 
-def report(folder: Folder, steps: int, entropy: float, say, *, as_json: bool) -> None:
+def report(folder: Folder, entropy: float, say, *, as_json: bool) -> None:
   """Prints the summary and draws the picture."""
   rows = folder.steps()
-  summary = summarize(rows, steps, entropy)
+  if not rows:
+    raise OptionError(
+      found=f"no metrics in {folder.metrics}", needed="those that the training wrote", fix="start over with --fresh"
+    )
+  summary = summarize(rows, entropy)
   summary["checkpoint"] = str(folder.run / "checkpoints" / str(folder.checkpoint()))
   try:
     draw(rows, entropy, folder.picture)
@@ -410,38 +419,39 @@ def report(folder: Folder, steps: int, entropy: float, say, *, as_json: bool) ->
   start, end, learned = summary["loss_start"], summary["loss_end"], summary["learned"]
   say(f"loss         {start:.3f} -> {end:.3f} nats/token (mean of the last {summary['loss_end_steps']} steps)")
   say(f"entropy      {entropy:.3f} nats/token is the best without context; the loss is {'' if learned else 'NOT '}below it")
-  say(f"speed        {summary['tokens_per_s']:,.0f} tokens/s (median)")
+  speed = summary["tokens_per_s"]
+  say(f"speed        {speed:,.0f} tokens/s (median)" if speed else f"speed        not measured in {len(rows)} steps")
   if "overflow" in summary:
     most, mean, lost = summary["rows_per_expert_max"], summary["rows_per_expert_mean"], summary["overflow"]
     say(f"rows/expert  at most {most:.0f}, mean {mean:.0f}, in the last step")
-    say(f"overflow     {lost:.0f} rows in {steps} steps" + ("" if lost else ": no token was dropped"))
+    say(f"overflow     {lost:.0f} rows in {len(rows)} steps" + ("" if lost else ": no token was dropped"))
   say(f"checkpoint   {summary['checkpoint']}")
   say(f"picture      {summary['picture'] or 'not drawn: pip install matplotlib'}")
 
 
-def summarize(rows: list[dict], steps: int, entropy: float) -> dict:
-  """The figures of a finished run.
+def summarize(rows: list[dict], entropy: float) -> dict:
+  """The figures of a run.
 
   Args:
-    rows: metrics of each step.
-    steps: how many there should be.
+    rows: metrics of each step, at least one.
     entropy: unigram entropy of the text, nats per token.
 
   Returns:
-    dict: losses in nats per token; speed in tokens per second; rows per expert of the last step, over all layers.
+    dict: losses in nats per token; speed in tokens per second, None if too few steps; rows per expert of the last step, over
+    all layers.
   """
   losses = [row["learning/loss"] for row in rows]
   ends = losses[-min(ENDS, max(len(losses) // 2, 1)) :]
   speeds = [row["perf/per_device_tokens_per_sec"] for row in rows]
   last = rows[-1]
   summary = {
-    "steps": steps,
+    "steps": len(rows),
     "loss_start": losses[0],
     "loss_end": statistics.fmean(ends),
     "loss_end_steps": len(ends),
     "unigram_entropy": entropy,
     "learned": statistics.fmean(ends) < entropy,
-    "tokens_per_s": statistics.median(speeds[WARM_UP_STEPS:] or speeds),
+    "tokens_per_s": statistics.median(speeds[WARM_UP_STEPS:]) if len(speeds) > WARM_UP_STEPS else None,
   }
   if "moe_te/overflow" in last:
     for name in ("rows_per_expert_max", "rows_per_expert_mean"):

@@ -18,6 +18,8 @@ from maxtext_moe_te.moe import block
 from maxtext_moe_te.moe.experts.base import ExpertWeights, expert_of_rows
 from maxtext_moe_te.moe.routing import BalanceLoss, RouterInputs
 from maxtext_moe_te.moe.rules import ExpertRule, RouterRule, Weighting
+from maxtext_moe_te.moe.transport.local import LocalTransport
+from maxtext_moe_te.moe.transport.xla import XlaTransport
 
 FORWARD = ("y", "load_balance_loss", "rows_per_expert")
 SOFTMAX = RouterRule(experts_per_token=2, renormalize=True)
@@ -55,6 +57,8 @@ class Case:
   balance_loss: BalanceLoss = BalanceLoss.SWITCH_SEQUENCE
 
 
+ONE = RouterRule(experts_per_token=1, weighting=Weighting.SIGMOID)
+# Cases that differ only in their load share one compilation.
 CASES = {
   "softmax": Case(fused=False),
   "deepseek3": Case(router=DEEPSEEK3, balance_loss=BalanceLoss.MEGATRON_SEQUENCE),
@@ -62,21 +66,22 @@ CASES = {
   "llama4": Case(router=LLAMA4),
   "gemma4": Case(router=GEMMA4, expert=ExpertRule(activation="gelu")),
   "empty_experts": Case(load="few", biases=True),
-  "all_rows_to_one_expert": Case(load="one", router=RouterRule(experts_per_token=1, weighting=Weighting.SIGMOID), biases=True),
-  "all_rows_to_one_rank": Case(load="first_two"),
-  "one_expert_per_rank": Case(experts=0, router=RouterRule(experts_per_token=1, weighting=Weighting.SIGMOID)),
-  "ties": Case(load="equal"),
+  "all_rows_to_one_rank": Case(load="first_two", biases=True),
+  "ties": Case(load="equal", biases=True),
   "ties_of_pairs": Case(load="pairs", router=RouterRule(experts_per_token=3)),
-  "k_is_1": Case(router=RouterRule(experts_per_token=1, weighting=Weighting.SIGMOID)),
+  "k_is_1": Case(router=ONE, biases=True),
+  "all_rows_to_one_expert": Case(load="one", router=ONE, biases=True),
+  "one_expert_per_rank": Case(experts=0, router=ONE, biases=True),
   "k_is_all": Case(router=RouterRule(experts_per_token=8)),
   "one_sequence": Case(batch=1, sequence=32),
   "one_token_per_sequence": Case(sequence=1),
   "sequence_7": Case(sequence=7),
   "sequence_33": Case(sequence=33),
-  "replayed": Case(load="replayed"),
-  "replayed_unused": Case(load="replayed_unused", biases=True, router=DEEPSEEK3),
-  "nothing_to_do": Case(load="all_unused", biases=True),
+  "replayed": Case(load="replayed", router=DEEPSEEK3, biases=True),
+  "replayed_unused": Case(load="replayed_unused", router=DEEPSEEK3, biases=True),
+  "nothing_to_do": Case(load="all_unused", router=DEEPSEEK3, biases=True),
 }
+GARBAGE = ("deepseek3", "gpt_oss", "replayed_unused")
 MODEL_WIDTH, EXPERT_WIDTH = 32, 16  # D and F
 
 
@@ -86,12 +91,18 @@ class Contract:
   axes: dict[str, int]  # mesh axes and their sizes; one called "expert" splits the experts
   experts: str = "reference"
   dtype = jnp.float32
+  alignment = 1
 
   def parts(self, layout: block.Layout, num_experts: int) -> block.Parts:
-    """What is tested."""
-    return block.Parts(
-      transport=block.choose_transport("auto", layout, num_experts), grouped_matmul=block.GROUPED_MATMULS[self.experts]
+    """What is tested: here, rows sorted on one rank, or collectives over several."""
+    ranks = layout.size(layout.expert)
+    split = set(layout.expert) <= set(layout.tokens)
+    transport = (
+      LocalTransport(num_experts, self.alignment)
+      if ranks == 1
+      else XlaTransport(num_experts, layout.expert, ranks, split, self.alignment)
     )
+    return block.Parts(transport=transport, grouped_matmul=block.GROUPED_MATMULS[self.experts])
 
   @property
   def tolerances(self) -> dict[str, float]:
@@ -103,7 +114,7 @@ class Contract:
   def test_equals_oracle(self, name):
     self.compare(CASES[name])
 
-  @pytest.mark.parametrize("name", ["softmax", "gpt_oss", "all_rows_to_one_rank", "one_expert_per_rank", "replayed_unused"])
+  @pytest.mark.parametrize("name", GARBAGE)
   def test_garbage_in_unused_rows_reaches_nothing(self, name):
     self.compare(CASES[name], around=with_garbage)
 

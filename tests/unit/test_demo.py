@@ -91,6 +91,7 @@ def test_run_to_the_end(play, tmp_path):
   assert "completed step: 11" in out and "logger.py" not in out
   assert "loss         10.000 -> 1.500 nats/token (mean of the last 6 steps)" in out
   assert "the loss is below it" in out
+  assert "speed        108 tokens/s (median)" in out
   assert "rows/expert  at most 13, mean 8, in the last step" in out
   assert "0 rows in 12 steps: no token was dropped" in out
   assert f"checkpoint   {tmp_path}/out/demo/checkpoints/11" in out
@@ -158,6 +159,7 @@ def test_json(play, tmp_path):
   assert "completed step: 3" in err
   assert summary["steps"] == 4 and summary["overflow"] == 0 and summary["unigram_entropy"] == ENTROPY
   assert not summary["learned"]
+  assert summary["tokens_per_s"] is None
 
 
 def test_picture(play, tmp_path):
@@ -189,6 +191,16 @@ def test_other_configuration_is_refused(play):
     status, _, err = finish(play(*arguments))
     assert status == 2
     assert len(err.splitlines()) == 1 and "--fresh" in err
+
+
+def test_a_damaged_folder_is_refused(play, tmp_path):
+  assert finish(play("--steps", "4"))[0] == 0
+  for path in (tmp_path / "out" / "metrics.jsonl", tmp_path / "out" / "demo.json"):
+    path.write_text("{")
+    status, _, err = finish(play("--steps", "4"))
+    assert status == 2
+    assert len(err.splitlines()) == 1 and "--fresh" in err
+  assert finish(play("--steps", "4", "--fresh"))[0] == 0
 
 
 @pytest.mark.parametrize(
