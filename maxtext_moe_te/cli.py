@@ -92,7 +92,14 @@ def run(module: str, words: list[str]) -> None:
   _check_module(module)
   activate(overlay=overlay, options=options)
   sys.argv = [module, *rest]
-  runpy.run_module(module, run_name="__main__", alter_sys=True)
+  try:
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+  except SystemExit as end:
+    if end.code:
+      raise
+  from maxtext_moe_te.moe.transport import nccl_ep
+
+  nccl_ep.finalize()  # left to the interpreter's exit, its communicator keeps the process from ending
 
 
 def split_words(words: list[str]) -> tuple[list[str], str | None, dict]:
@@ -145,7 +152,7 @@ def _parser():
     "run", help="any MaxText module with the plugin active", usage="maxtext-moe-te run MODULE ARGS", epilog=f"ARGS: {_ARGS}."
   )
   entry.add_argument("module", metavar="MODULE", help=f"full name, for example {KNOWN_MODULES[1]}")
-  commands.add_parser("demo", help="train a small model on this machine and compare it with plain MaxText", add_help=False)
+  commands.add_parser("demo", help="train a small model on this machine, on real text", add_help=False)
   commands.add_parser("models", help="MaxText's MoE models and how exact each is under the plugin", add_help=False)
   return parser
 

@@ -62,17 +62,17 @@ def rows(names: list[str], parity: dict) -> list[dict]:
 
 def _cells(row):
   error = "-" if row["forward"] is None else f"{row['forward']:.0e} / {row['gradient']:.0e}"
-  return row["model"], row["router"] or "-", row["status"], error
+  return row["model"], row["router"] or "-", error, row["status"]
 
 
-TITLES = ("model file", "router", "status", "error")
+TITLES = ("model file", "router", "error", "status")
 LEGEND = "error: relative, output / worst gradient, against MaxText's own layer, both in float32 at reduced width"
 
 
 def text(table: list[dict]) -> str:
   """The table for a terminal."""
   lines = [TITLES, *map(_cells, table)]
-  widths = [max(len(line[i]) for line in lines) for i in range(2)] + [7, 0]  # a refusal is longer than its column
+  widths = [max(map(len, column)) for column in zip(*lines)]
   aligned = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
   return "\n".join([*aligned, LEGEND])
 

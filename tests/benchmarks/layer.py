@@ -10,13 +10,14 @@ in the same process. An implementation that fails is recorded with its error.
 import argparse
 import functools
 import json
+import tempfile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tests import helpers
-from tests.benchmarks import record
+from tests.benchmarks import kernels, record
 
 SHAPES = {
     # E experts on this rank, K rows per token, T tokens, D, F; `forced`: routing ids are drawn, not computed, because K = E here
@@ -130,7 +131,6 @@ def main(argv=None):
   parser.add_argument("--only", nargs="*", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
   parser.add_argument("--unfused", action="store_true", help="gate and up kernels as two parameters")
   parser.add_argument("--out", help="JSON file for the results")
-  parser.add_argument("--profile", help="folder for a profile of our implementation")
   args = parser.parse_args(argv)
   import pytest  # noqa: F401  MaxText initializes jax.distributed unless a test framework is loaded
   shape = SHAPES[args.shape]
@@ -146,10 +146,13 @@ def main(argv=None):
       timing = record.time_ms(run, *arguments, repeats=20 if "ragged_dot" not in name else 5)
       timing["tflops"] = round(tflop / timing["median_ms"] * 1e3, 1)
       timing["of_dense"] = round(timing["tflops"] / results["dense"]["tflops"], 3)
-      if name == "te" and args.profile:
-        with jax.profiler.trace(args.profile):
-          for _ in range(3):
-            jax.block_until_ready(run(*arguments))
+      if name == "te":
+        with tempfile.TemporaryDirectory() as folder:
+          with jax.profiler.trace(folder, create_perfetto_trace=True):
+            for _ in range(3):
+              jax.block_until_ready(run(*arguments))
+          results["kernels"] = kernels.of_trace(folder, steps=3)
+        print(json.dumps(results["kernels"]["by_class_ms"]), flush=True)
     except Exception as error:  # the failure is the result
       timing = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
     results["layer"][name] = timing

@@ -17,6 +17,7 @@ import yaml
 from tests import helpers, tolerances
 
 from maxtext_moe_te.errors import MoeTeError
+from maxtext_moe_te.moe.rules import Selection
 from maxtext_moe_te.tools import models
 
 pytestmark = pytest.mark.host
@@ -209,7 +210,7 @@ def record(request):
   def call(model, **result):
     router = str(rules_from_config.router_rule(full(model)))
     if model in HASHED:
-      router += "; first layers: " + str(rules_from_config.router_rule(full(model), hash_routing=True))
+      router += f"; first layers by {Selection.TABLE.value}"
     result |= {"router": router, "experts": str(rules_from_config.expert_rule(full(model)))}
     records = json.loads(models.PARITY.read_text()) if models.PARITY.exists() else {}
     if request.config.getoption("--record-parity"):

@@ -1,0 +1,47 @@
+"""Where the time goes, by kernel: reads the Perfetto trace that `jax.profiler.trace(…, create_perfetto_trace=True)` leaves."""
+
+import collections
+import gzip
+import json
+import pathlib
+import re
+
+# First match wins.
+CLASSES = (
+    ("grouped product", r"nvjet|cublasLt|grouped|cutlass.*gemm|gemm_setup|sm90_xmma|sm100"),
+    ("attention", r"cudnn|flash|fmha"),
+    ("expert parallel", r"nccl_ep|ncclEp|dispatch|combine_kernel"),
+    ("collective", r"nccl|AllReduce|AllGather|ReduceScatter"),
+    ("sort", r"[Rr]adix|cub::|sort"),
+    ("top-k", r"topk|TopK"),
+    ("copy", r"[Mm]emcpy|[Mm]emset|copy"),
+    ("fusion", r"fusion|loop_|input_|wrapped|transpose|concatenate|scatter|gather|select|convert|reduce"),
+)
+
+
+def of_trace(folder, *, steps: int) -> dict:
+  """Milliseconds per step by kernel class and for the 25 longest kernels.
+
+  Args:
+    folder: what was given to `jax.profiler.trace`.
+    steps: how many steps the trace covers.
+  """
+  path = sorted(pathlib.Path(folder).rglob("perfetto_trace.json.gz"))[-1]
+  events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+  names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
+  threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
+  time, count = collections.Counter(), collections.Counter()
+  for event in events:
+    on_gpu = "GPU" in names.get(event.get("pid"), "") and "Stream" in threads.get((event.get("pid"), event.get("tid")), "")
+    if event.get("ph") == "X" and on_gpu:
+      time[event["name"]] += event["dur"] / 1e3 / steps
+      count[event["name"]] += 1 / steps
+  classes = collections.Counter()
+  for name, ms in time.items():
+    classes[next((label for label, pattern in CLASSES if re.search(pattern, name)), "other")] += ms
+  return {
+      "by_class_ms": {label: round(ms, 3) for label, ms in classes.most_common()},
+      "longest": [
+          {"kernel": name[:120], "ms": round(ms, 3), "launches": round(count[name], 1)} for name, ms in time.most_common(25)
+      ],
+  }
