@@ -57,8 +57,15 @@ def router_inputs(module: moe.RoutedMoE, rule: RouterRule, input_ids, forced_rou
   """What the rule needs from the module besides the logits.
 
   Raises:
-    RefusedError: the model routes by token id and the caller gave none.
+    RefusedError: the model routes by token id and the caller gave none, or experts chosen elsewhere cannot be followed exactly.
   """
+  if forced_routed_experts is not None and rule.weight_on_input:
+    # MaxText sends an unused place through some expert, with half the token and weight 1.
+    raise RefusedError(
+        found="forced_routed_experts with decoder_block=llama4",
+        needed="a model whose unused places add nothing",
+        fix="set moe_te.enabled=false to replay this model on MaxText's own layer",
+    )
   table_experts = key = None
   if rule.selection is Selection.TABLE:
     if input_ids is None:

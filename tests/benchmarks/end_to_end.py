@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 
-from tests.benchmarks import record
+from tests.benchmarks import kernels, record
 
 COMMON = dict(
     run_name="bench",
@@ -36,7 +36,7 @@ COMMON = dict(
     tokenizer_type="sentencepiece",
 )
 ONE_GPU = dict(skip_jax_distributed_system="true", ici_fsdp_parallelism=1)
-EXPERT2 = dict(hardware="gpu_multiprocess", ici_expert_parallelism=2, ici_fsdp_parallelism=1)
+EXPERT2 = dict(ici_expert_parallelism=2, ici_fsdp_parallelism=1)
 SAVED = "decoder_layer_input query_proj key_proj value_proj context out_proj".split()
 RUNS = {
     "qwen3-6-layers": dict(
@@ -77,7 +77,7 @@ VARIANTS = {
 }
 
 
-def run(name: str, variant: str, steps: int, timeout: int, extra: list[str]) -> dict:
+def run(name: str, variant: str, steps: int, timeout: int, profile: bool, extra: list[str]) -> dict:
   """Runs one variant and returns its figures."""
   module, more = VARIANTS[variant]
   spec = RUNS[name]
@@ -85,11 +85,14 @@ def run(name: str, variant: str, steps: int, timeout: int, extra: list[str]) -> 
   with tempfile.TemporaryDirectory() as folder:
     metrics = pathlib.Path(folder) / "metrics.jsonl"
     words = COMMON | spec["words"] | more | dict(steps=steps, base_output_directory=folder, metrics_file=metrics)
+    if profile:
+      words |= dict(profiler="xplane", skip_first_n_steps_for_profiler=steps - 3, profiler_steps=2)
     words = [str(base), *(f"{key}={value}" for key, value in words.items()), *extra]
     command = [sys.executable, "-m", "tests.benchmarks.peak", module, *words]
     outputs = _run_ranks(command, spec["ranks"], timeout)
     rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-  result = {"module": module, "words": words[1:]}
+    traced = kernels.of_trace(folder, steps=2) if profile and list(pathlib.Path(folder).rglob("perfetto*")) else None
+  result = {"module": module, "words": words[1:]} | ({"kernels": traced} if traced else {})
   peak = re.findall(r"PEAK_BYTES (\d+)", outputs[0])
   if "killed after" in outputs[0]:
     result["did_not_exit"] = True
@@ -145,11 +148,12 @@ def main(argv=None):
   parser.add_argument("--steps", type=int, default=15)
   parser.add_argument("--timeout", type=int, default=200, help="seconds for one variant")
   parser.add_argument("--out", help="JSON file for the results")
+  parser.add_argument("--profile", action="store_true", help="profile two late steps of each variant (slows them)")
   parser.add_argument("words", nargs="*", help="further key=value words for every variant")
   args = parser.parse_args(argv)
   results = {"run": args.run, "variants": {}}
   for variant in args.variants:
-    figures = run(args.run, variant, args.steps, args.timeout, args.words)
+    figures = run(args.run, variant, args.steps, args.timeout, args.profile, args.words)
     results["variants"][variant] = figures
     print(variant, json.dumps({k: v for k, v in figures.items() if k != "words"}), flush=True)
   if args.out:

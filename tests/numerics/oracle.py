@@ -38,8 +38,9 @@ def results(spec: LayerSpec, arrays: dict, cotangent) -> dict:
     cotangent: [B,S,D], weights of the scalar that is differentiated; the load-balance loss enters it with factor 3.
 
   Returns:
-    dict of float64 arrays named as `contract.run_block` names them, and `margin`, how far the closest selection of any token is
-    from another one (0 for an exact tie): below the rounding of the scores, two exact computations may differ.
+    dict of float64 arrays named as `contract.run_block` names them, and two distances below whose rounding two exact computations
+    may differ: `margin`, of the closest selection of any token from another one (0 for an exact tie), and `kink`, of the closest
+    value from where the activation's slope jumps.
   """
   with jax.enable_x64(True):
     wide = lambda a: jnp.asarray(np.asarray(a, np.float64)) if jnp.issubdtype(a.dtype, jnp.floating) else jnp.asarray(a)
@@ -52,8 +53,8 @@ def _results(spec, arrays, cotangent):
 
   def scalar(x, logits, bias, expert_scale, weights):
     inputs = RouterInputs(bias=bias, expert_scale=expert_scale, **integers)
-    y, loss, rows, margin = layer(spec, x, logits, inputs, weights)
-    return (y * cotangent).sum() + 3.0 * loss, {"y": y, "load_balance_loss": loss, "rows_per_expert": rows, "margin": margin}
+    out = layer(spec, x, logits, inputs, weights)
+    return (out["y"] * cotangent).sum() + 3.0 * out["load_balance_loss"], out
 
   inputs = arrays["router_inputs"]
   differentiated = (arrays["x"], arrays["logits"], inputs.bias, inputs.expert_scale, arrays["weights"])
@@ -71,11 +72,11 @@ def name_gradients(d_x, d_logits, d_bias, d_expert_scale, d_weights) -> dict:
 
 
 def layer(spec, x, logits, inputs, weights):
-  """(y [B,S,D], load-balance loss, rows [E], margin)."""
+  """y [B,S,D], load-balance loss, rows [E], margin and kink, by name."""
   rule = spec.router
   selected, weight, balance, margin = route(rule, logits, inputs)
   seen = x[:, :, None] * weight[..., None] if rule.weight_on_input else jnp.broadcast_to(x[:, :, None], (*logits.shape, x.shape[-1]))
-  computed = experts(spec.expert, seen, weights)
+  computed, kink = experts(spec.expert, seen, weights)
   how_much = selected if rule.weight_on_input else selected * weight
   y = (how_much[..., None] * computed).sum(2)
 
@@ -86,23 +87,26 @@ def layer(spec, x, logits, inputs, weights):
     probability = balance / balance.sum(-1, keepdims=True)
   # mean over sequences of sum over experts of density times probability, times E
   per_sequence = (density.mean(1) / rule.experts_per_token * probability.mean(1)).sum(-1) * spec.num_experts
-  return y, per_sequence.mean() * spec.load_balance_coefficient, selected.sum((0, 1)), margin
+  loss = per_sequence.mean() * spec.load_balance_coefficient
+  return {"y": y, "load_balance_loss": loss, "rows_per_expert": selected.sum((0, 1)), "margin": margin, "kink": kink}
 
 
 def experts(rule, x, weights):
-  """x [B,S,E,D], the token as each expert sees it -> [B,S,E,D]."""
+  """x [B,S,E,D], the token as each expert sees it -> ([B,S,E,D], kink)."""
   gate_kernel, up_kernel = (weights.gate, weights.up) if weights.fused is None else jnp.split(weights.fused, 2, -1)
   gate = jnp.einsum("bsed,edf->bsef", x, gate_kernel)
   up = jnp.einsum("bsed,edf->bsef", x, up_kernel)
   if weights.gate_bias is not None:
     gate, up = gate + weights.gate_bias, up + weights.up_bias
+  kink = jnp.abs(gate).min() if rule.activation == "relu" else jnp.inf
   if rule.clamp is not None:
+    kink = jnp.minimum(kink, jnp.minimum(jnp.abs(gate - rule.clamp).min(), jnp.abs(jnp.abs(up) - rule.clamp).min()))
     gate, up = jnp.where(gate > rule.clamp, rule.clamp, gate), jnp.where(jnp.abs(up) > rule.clamp, rule.clamp * jnp.sign(up), up)
   hidden = ACTIVATIONS[rule.activation](rule.gate_scale * gate) * (up + rule.up_offset)
   if rule.self_gated:
     hidden = hidden * gate
   out = jnp.einsum("bsef,efd->bsed", hidden, weights.down)
-  return out if weights.down_bias is None else out + weights.down_bias
+  return (out if weights.down_bias is None else out + weights.down_bias), kink
 
 
 def route(rule, logits, inputs):
