@@ -94,8 +94,8 @@ def run(name: str, variant: str, steps: int, timeout: int, profile: bool, extra:
     traced = kernels.of_trace(folder, steps=2) if profile and list(pathlib.Path(folder).rglob("perfetto*")) else None
   result = {"module": module, "words": words[1:]} | ({"kernels": traced} if traced else {})
   peak = re.findall(r"PEAK_BYTES (\d+)", outputs[0])
-  if "killed after" in outputs[0]:
-    result["did_not_exit"] = True
+  if any("killed after" in output for output in outputs):
+    result["did_not_exit"] = [output[-1500:] for output in outputs]
   if len(rows) < steps:
     lines = [line for line in outputs[0].splitlines() if line.strip() and "frozen" not in line]
     return result | {"error": " | ".join(lines[-3:])[-700:], "steps_done": len(rows)}

@@ -3,6 +3,7 @@
 Profiles that the module takes are also written in the form that `kernels` reads.
 """
 
+import faulthandler
 import functools
 import runpy
 import sys
@@ -21,6 +22,7 @@ def main():
       raise
   statistics = jax.local_devices()[0].memory_stats() or {}
   print("PEAK_BYTES", statistics.get("peak_bytes_in_use", 0), flush=True)
+  faulthandler.dump_traceback_later(20)  # says where, if the process does not end
 
 
 if __name__ == "__main__":

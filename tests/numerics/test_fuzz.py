@@ -184,9 +184,9 @@ def compare(problem: Problem, arrays, cotangent):
   assert actual.keys() == expected.keys()
   for name, wanted in expected.items():
     bound = tolerances.FLOAT32_FORWARD if name in contract.FORWARD else tolerances.FLOAT32_GRADIENT
-    scale = max(np.linalg.norm(wanted), 0.01 * terms if name in ("d_logits", "d_bias", "d_expert_scale") else 1e-3)
-    error = np.linalg.norm(np.asarray(actual[name], np.float64) - wanted) / scale
-    assert error <= bound, f"{name}: {error:.1e} > {bound:.0e}"
+    scale = max(np.linalg.norm(wanted), 0.01 * terms if name in ("d_logits", "d_bias", "d_expert_scale") else 0.0)
+    error = np.linalg.norm(np.asarray(actual[name], np.float64) - wanted)
+    assert error <= bound * scale, f"{name}: error {error:.1e} of {scale:.1e}"
 
 
 def test_fuzz(request):
@@ -234,7 +234,7 @@ def test_fuzz(request):
   assert len(set(compared)) >= 0.9 * len(pool), "hypothesis left much of the pool out"
 
 
-def test_the_fuzz_finds_a_lost_row():
+def test_a_weight_off_by_a_thousandth_is_seen():
   rng = random.Random(1)
   problem = next(p for p in iter(lambda: draw_problem(rng), None) if not p.replayed and p.spec.router.experts_per_token == 2)
   spec = dataclasses.replace(problem.spec, router=dataclasses.replace(problem.spec.router, scale=1.001))
@@ -244,3 +244,9 @@ def test_the_fuzz_finds_a_lost_row():
   expected = oracle.results(problem.spec, arrays, cotangent)
   actual = contract.run_block(wrong.spec, arrays, cotangent, layout=wrong.layout, parts=wrong.parts)
   assert np.linalg.norm(actual["y"] - expected["y"]) > tolerances.FLOAT32_FORWARD * np.linalg.norm(expected["y"])
+
+
+def test_the_long_run_is_on_record():
+  result = json.loads(RESULT.read_text())
+  assert result["cases"] >= 20_000
+  assert result["failures"] == 0

@@ -135,14 +135,21 @@ def bootstrap(group: Bootstrap, mesh: jax.sharding.Mesh, expert_axis: str) -> No
 
 
 def finalize() -> None:
-  """Frees the group; compiled programs that use it are dropped first. Without one, does nothing."""
+  """Frees the group at the end of a run and leaves the distributed system, all processes together. Without one, does nothing.
+
+  A rank that frees its buffers while another still reads them over NVLink, or that leaves this to the interpreter's exit, keeps
+  processes from ending.
+  """
   global _bootstrapped
   if _bootstrapped is None:
     return
+  from jax.experimental import multihost_utils
   from transformer_engine.jax.ep import ep_finalize
 
-  ep_finalize()
+  multihost_utils.sync_global_devices("maxtext-moe-te: end of run")
+  ep_finalize()  # drops compiled programs first, they hold the communicator
   _bootstrapped = None
+  jax.distributed.shutdown()
 
 
 def bootstrapped() -> Bootstrap | None:
