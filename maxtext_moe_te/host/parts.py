@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_moe_te import versions
-from maxtext_moe_te.errors import MoeTeError, RefusedError
+from maxtext_moe_te.errors import MoeTeError, RefusedError, VersionError
 from maxtext_moe_te.host import rules_from_config
 from maxtext_moe_te.moe import te_runtime
 from maxtext_moe_te.moe.block import GROUPED_MATMULS, LayerSpec, Layout, Parts
@@ -65,6 +65,12 @@ def check_options(options: MoeTeOptions) -> None:
   if options.router == "te":
     raise RefusedError(
         found="moe_te.router=te", needed="the router that every rule has", fix="set moe_te.router=jax or moe_te.router=auto"
+    )
+  if options.recipe == "mxfp8" and versions.installed("jax") == "0.11.2":
+    raise VersionError(
+        found="moe_te.recipe=mxfp8 with jax 0.11.2, whose compiler crashes on the quantized grouped product in scanned layers",
+        needed="jax 0.11.1, or 0.12 or newer",
+        fix="pip install 'jax[cuda13]>=0.12', or set moe_te.recipe=bf16",
     )
   if options.recipe == "mxfp8" and options.experts not in ("auto", "te"):
     raise RefusedError(

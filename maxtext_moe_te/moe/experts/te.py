@@ -124,9 +124,6 @@ def grouped_matmul_mxfp8(rows: jax.Array, kernels: jax.Array, group_sizes: jax.A
   Raises:
     RefusedError: a width is not a multiple of `MXFP8_BLOCK`.
   """
-  from transformer_engine.jax.dense import grouped_dense
-  from transformer_engine.jax.quantize import QuantizerFactory, ScalingMode
-
   for name, size in (("input", kernels.shape[1]), ("output", kernels.shape[2])):
     if size % MXFP8_BLOCK:
       raise RefusedError(
@@ -134,6 +131,9 @@ def grouped_matmul_mxfp8(rows: jax.Array, kernels: jax.Array, group_sizes: jax.A
           needed=f"a multiple of {MXFP8_BLOCK}",
           fix="set moe_te.recipe=bf16, or change the model width or the tensor parallelism",
       )
+  from transformer_engine.jax.dense import grouped_dense
+  from transformer_engine.jax.quantize import QuantizerFactory, ScalingMode
+
   quantizers = QuantizerFactory.create_set(
       scaling_mode=ScalingMode.MXFP8_1D_SCALING,
       fwd_dtype=jnp.float8_e4m3fn,
