@@ -5,7 +5,8 @@
     ├── OverlayError           an overlay that is missing, malformed, or contradicts another
     ├── VersionError           a package that is missing or whose version is not supported
     ├── SeamError              a place in MaxText that is not what the plugin was written against
-    └── RefusedError           a run that would not be exact, or would hang or abort, under the plugin
+    ├── RefusedError           a run that would not be exact, or would hang or abort, under the plugin
+    └── CapacityError          a step that needed more receive capacity than the run was given
 
 Nothing else belongs here: an error of MaxText, JAX or XLA surfaces as it is.
 """
@@ -55,6 +56,10 @@ class SeamError(MoeTeError):
 
 class RefusedError(MoeTeError):
   """A run that would not be exact, or would hang or abort, under the plugin."""
+
+
+class CapacityError(MoeTeError):
+  """A step that needed more receive capacity than the run was given. Its update was not applied."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

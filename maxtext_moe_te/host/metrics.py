@@ -4,10 +4,15 @@ MaxText reports router load for one model family only. The layer leaves its numb
 intermediates to `record_activation_metrics`, which is where they become scalars.
 """
 
+import functools
+
 import jax.numpy as jnp
 from flax import nnx
 from maxtext.configs import pyconfig
 from maxtext.utils import maxtext_utils
+
+from maxtext_moe_te.host import overflow
+from maxtext_moe_te.settings.config import MoeTeOptions
 
 PREFIX = "moe_te"
 LOAD_PER_EXPERT_LIMIT = 64  # more experts than this are not written one by one
@@ -65,19 +70,24 @@ def recording(original):
   return record_activation_metrics
 
 
-def always_recording(original):
-  """`maxtext_utils.get_functional_train_with_signature`, with a train step that hands its intermediates to the recorder.
+def always_recording(options: MoeTeOptions):
+  """The factory of the seam on `maxtext_utils.get_functional_train_with_signature`, with a train step that hands its intermediates to the recorder.
 
   `train_step` does so only under record_internal_nn_metrics. It gets a configuration that says so; the model keeps its own, so
   that the decoder blocks record no more than the user asked for.
   """
 
-  def get_functional_train_with_signature(
-      train_step, data_sharding, state_mesh_shardings, model, config, params_shardings=None
-  ):
-    return original(train_step, data_sharding, state_mesh_shardings, model, _recording(config), params_shardings)
+  def replace(original):
+    @functools.wraps(original)
+    def get_functional_train_with_signature(
+        train_step, data_sharding, state_mesh_shardings, model, config, params_shardings=None
+    ):
+      train_step = overflow.keeping_state(train_step, options)
+      return original(train_step, data_sharding, state_mesh_shardings, model, _recording(config), params_shardings)
 
-  return get_functional_train_with_signature
+    return get_functional_train_with_signature
+
+  return replace
 
 
 def _recording(config):

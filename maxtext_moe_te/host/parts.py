@@ -156,7 +156,7 @@ def _transport(options, layout, spec, device, *, mxfp8):
           fix="set moe_te.transport=auto",
       )
   tokens_split = set(layout.expert) <= set(layout.tokens)
-  return XlaTransport(spec.num_experts, layout.expert, ranks, tokens_split, alignment), reason
+  return XlaTransport(spec.num_experts, layout.expert, ranks, tokens_split, alignment, options.capacity_factor), reason
 
 
 def bootstrapping(options: MoeTeOptions):

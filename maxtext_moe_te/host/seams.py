@@ -9,7 +9,7 @@ import dataclasses
 import sys
 
 from maxtext_moe_te import versions
-from maxtext_moe_te.host import configuration, layer, metrics, parts, patching, rules_from_config
+from maxtext_moe_te.host import configuration, layer, metrics, overflow, parts, patching, rules_from_config
 from maxtext_moe_te.host.patching import Activation, Seam
 from maxtext_moe_te.settings.config import MoeTeOptions
 
@@ -53,10 +53,19 @@ def seams(overlay, options: MoeTeOptions) -> list[Seam]:
             reason="called once, before the model is traced: the only moment at which an NCCL EP group can be made",
         )
     )
-    if options.metrics:
-      needed += METRICS
+    if options.metrics or options.capacity_factor:
+      needed += _metrics(options)
       if TRAIN in sys.modules:  # imported before us, it has bound the recorder's name
-        needed.append(dataclasses.replace(METRICS[0], target=f"{TRAIN}:record_activation_metrics"))
+        needed.append(dataclasses.replace(_metrics(options)[0], target=f"{TRAIN}:record_activation_metrics"))
+    if options.capacity_factor:
+      needed.append(
+          Seam(
+              target="maxtext.utils.train_utils:jit_train_and_eval_step",
+              replace=overflow.stopping(options),
+              fingerprints={"0.2.5": "596b6934d93436e26f484fad5181e6b2fa343f2b86fdce8fbbdeff059c24f09f"},
+              reason="a step that overflowed must not be followed by a checkpoint or another step",
+          )
+      )
   return needed
 
 
@@ -142,17 +151,19 @@ TRANSFORMER_ENGINE_CONTEXT = Seam(
     reason="errors of the run surface as they are",
 )
 
-METRICS = [
-    Seam(
-        target="maxtext.common.metric_logger:record_activation_metrics",
-        replace=metrics.recording,
-        fingerprints={"0.2.5": "7395fa5520b26feb53e8eb033d8a361d24e6cbae5832272853ad8418f73117d9"},
-        reason="the one place where train_step hands over what the layers recorded",
-    ),
-    Seam(
-        target="maxtext.utils.maxtext_utils:get_functional_train_with_signature",
-        replace=metrics.always_recording,
-        fingerprints={"0.2.5": "2cd634fd97b5715b86b77fe16ffcb46a06c4c5880aec67b717c62ea388ecd631"},
-        reason="train_step hands it over only under record_internal_nn_metrics",
-    ),
-]
+
+def _metrics(options: MoeTeOptions) -> list[Seam]:
+  return [
+      Seam(
+          target="maxtext.common.metric_logger:record_activation_metrics",
+          replace=metrics.recording,
+          fingerprints={"0.2.5": "7395fa5520b26feb53e8eb033d8a361d24e6cbae5832272853ad8418f73117d9"},
+          reason="the one place where train_step hands over what the layers recorded",
+      ),
+      Seam(
+          target="maxtext.utils.maxtext_utils:get_functional_train_with_signature",
+          replace=metrics.always_recording(options),
+          fingerprints={"0.2.5": "2cd634fd97b5715b86b77fe16ffcb46a06c4c5880aec67b717c62ea388ecd631"},
+          reason="train_step hands it over only under record_internal_nn_metrics",
+      ),
+  ]

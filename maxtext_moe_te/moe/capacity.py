@@ -1,4 +1,4 @@
-"""How many rows a rank must be able to receive so that no routing can overflow it."""
+"""How many rows a rank must be able to receive."""
 
 
 def worst_case_rows(*, group_tokens: int, experts_per_token: int, local_experts: int, distinct: bool = True) -> int:
@@ -16,6 +16,11 @@ def worst_case_rows(*, group_tokens: int, experts_per_token: int, local_experts:
     R, in rows.
   """
   return group_tokens * (min(experts_per_token, local_experts) if distinct else experts_per_token)
+
+
+def balanced_rows(*, group_tokens: int, experts_per_token: int, ranks: int) -> int:
+  """Rows a rank receives when routing is perfectly balanced: N K / ranks, rounded up. Capacity factors multiply this."""
+  return -(-group_tokens * experts_per_token // ranks)
 
 
 def aligned_rows(rows: int, *, local_experts: int, alignment: int) -> int:

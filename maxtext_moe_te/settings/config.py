@@ -27,7 +27,7 @@ class MoeTeOptions:
     transport: what carries rows to the ranks that hold their experts.
     experts: what multiplies the rows with the expert weights.
     recipe: precision of Transformer Engine's grouped products; mxfp8 needs Blackwell.
-    capacity_factor: receive capacity of NCCL EP over that of balanced routing, at least 1; 0 holds whatever the routing. A step
+    capacity_factor: receive capacity of a rank over that of balanced routing, at least 1; 0 holds whatever the routing. A step
       that exceeds a finite one stops the run, its update not applied.
     metrics: report rows per expert, receive demand and overflow from every decoder block.
     unknown_host: accept a MaxText function whose source differs from the recorded fingerprint.

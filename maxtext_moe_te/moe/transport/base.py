@@ -19,7 +19,7 @@ class RowOrder(NamedTuple):
     slot_of_row: int32 [R], index into the flattened [N,K] selection, i.e. token * K + k; negative in unused rows.
     row_of_slot: int32 [N,K], the row that holds a selection, or R where it is not computed here.
     group_sizes: int32 [e], rows of each local expert, unused ones that align the next expert included.
-    received: int32 scalar, rows in use.
+    received: int32 scalar, rows asked for, those that align the next expert included; more than R is an overflow.
   """
 
   slot_of_row: jax.Array
@@ -68,7 +68,7 @@ def order_rows(experts: jax.Array, *, first, count: int, capacity: int, alignmen
     experts: int32 [N,K].
     first: first local expert; a traced scalar or an int.
     count: e, local experts.
-    capacity: R; selections past it would be lost, so give `capacity.worst_case_rows`.
+    capacity: R; selections past it are left out, and `received` says so.
     alignment: each expert's rows start at a multiple of this.
 
   Returns:
@@ -93,7 +93,8 @@ def order_rows(experts: jax.Array, *, first, count: int, capacity: int, alignmen
     target = jnp.where(row < capacity, row, capacity + jnp.arange(slots, dtype=jnp.int32))
     slot_of_row = unused.at[target].set(slot, mode="drop", unique_indices=True)
   row_of_slot = jnp.zeros((slots,), jnp.int32).at[slot].set(jnp.minimum(row, capacity), unique_indices=True)
-  return RowOrder(slot_of_row, row_of_slot.reshape(experts.shape), aligned, sizes.sum())
+  held = jnp.diff(jnp.minimum(jnp.cumsum(aligned), capacity), prepend=0)
+  return RowOrder(slot_of_row, row_of_slot.reshape(experts.shape), held, aligned.sum() if alignment > 1 else sizes.sum())
 
 
 def _rows_of_tokens(rows: jax.Array, row_of_slot: jax.Array) -> jax.Array:

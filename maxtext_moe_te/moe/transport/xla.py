@@ -5,11 +5,12 @@ costs is memory for the group's tokens on every rank; `nccl_ep` is the transport
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 
-from maxtext_moe_te.moe.capacity import aligned_rows, worst_case_rows
+from maxtext_moe_te.moe.capacity import aligned_rows, balanced_rows, worst_case_rows
 from maxtext_moe_te.moe.transport.base import Dispatched, combine_rows, gather_rows, gather_weights, order_rows
 
 
@@ -22,6 +23,7 @@ class XlaTransport:
   ranks: product of their sizes.
   tokens_split: whether tokens are split over `axis` too; if not, every rank of the group already has all of them.
   alignment: each expert's rows start at a multiple of this.
+  capacity_factor: receive capacity over that of balanced routing; 0 for the worst case.
   """
 
   num_experts: int
@@ -29,6 +31,7 @@ class XlaTransport:
   ranks: int
   tokens_split: bool
   alignment: int = 1
+  capacity_factor: float = 0.0
   name: str = "xla"
 
   def dispatch(self, x, experts, weights, *, distinct):
@@ -40,6 +43,9 @@ class XlaTransport:
     capacity = worst_case_rows(
         group_tokens=x.shape[0], experts_per_token=experts.shape[1], local_experts=count, distinct=distinct
     )
+    if self.capacity_factor:
+      balanced = balanced_rows(group_tokens=x.shape[0], experts_per_token=experts.shape[1], ranks=self.ranks)
+      capacity = min(capacity, math.ceil(self.capacity_factor * balanced))
     capacity = aligned_rows(capacity, local_experts=count, alignment=self.alignment)
     first = jax.lax.axis_index(self.axis) * count
     order = order_rows(experts, first=first, count=count, capacity=capacity, alignment=self.alignment)

@@ -1,0 +1,76 @@
+"""Every decoder block that builds MoE layers, through MaxText's real train loop: with the plugin and without it, same losses.
+
+Plain MaxText runs on a mesh without an expert axis, where its sparse path runs on a CPU; the global batch is the same, so the losses
+are too. Scanned layers run with an expert axis of 2, unscanned ones without.
+"""
+
+import pytest
+from tests import helpers, tolerances
+
+from maxtext_moe_te.settings.config import MoeTeOptions
+
+pytestmark = pytest.mark.host
+
+MLA = [
+  "q_lora_rank=32", "kv_lora_rank=16", "qk_nope_head_dim=16", "qk_rope_head_dim=16", "v_head_dim=16",
+  "max_position_embeddings=32", "original_max_position_embeddings=32",
+]  # fmt: skip
+GATED_DELTA = [
+  "gdn_key_head_dim=8", "gdn_value_head_dim=8", "gdn_num_key_heads=4", "gdn_num_value_heads=4", "gdn_chunk_size=16",
+]  # fmt: skip
+DEEPSEEK3 = ["model_name=deepseek3-tiny", "first_num_dense_layers=1", "base_num_decoder_layers=2", "routed_bias_update_rate=0.001", *MLA]
+# As few layers as make one period of the block's pattern.
+BLOCKS = {
+  "deepseek": DEEPSEEK3,
+  "deepseek4": [
+    "model_name=deepseek4-tiny", "base_num_decoder_layers=3", "first_num_hash_layers=1", "compress_ratios=[0,4,128]",
+    "base_num_kv_heads=1", "head_dim=32", "sinkhorn_iterations=2", "tokenizer_path=unused",
+    "indexer_sparse_training=true",  # without it the language model's loss is left out
+  ],
+  "envy": ["model_name=envy-test", "base_num_decoder_layers=2", "num_experts_per_tok=1"],
+  "gemma4": ["model_name=gemma4-26b", "base_num_decoder_layers=6", "global_head_dim=16"],
+  "gpt_oss": ["model_name=gpt-oss-20b", "base_num_decoder_layers=2"],
+  "llama4": ["model_name=llama4-17b-16e", "base_num_decoder_layers=4", "num_experts_per_tok=1"],
+  "mixtral": ["model_name=mixtral-8x7b", "base_num_decoder_layers=2"],
+  "qwen3_5": ["model_name=qwen3.5-35b-a3b", "base_num_decoder_layers=4", "mrope_section=[2,1,1]", *GATED_DELTA],
+  "qwen3_custom_moe": [
+    "model_name=qwen3-custom-30b-a3b", "base_num_decoder_layers=2", "moe_expert_input_dim=32", "attention_output_dim=32",
+  ],
+  "qwen3_moe": ["model_name=qwen3-30b-a3b", "base_num_decoder_layers=2"],
+  "qwen3_next": ["model_name=qwen3-next-80b-a3b", "base_num_decoder_layers=4", *GATED_DELTA],
+}  # fmt: skip
+MTP = [*DEEPSEEK3, "mtp_num_layers=1", "mtp_loss_scaling_factor=0.3"]
+DATA8 = ["ici_fsdp_parallelism=1", "ici_data_parallelism=8"]
+EXPERT2 = ["ici_expert_parallelism=2", "ici_fsdp_parallelism=2", "ici_data_parallelism=2"]
+
+
+def hold(folder, words, mesh):
+  """Trains 3 steps plain and 3 with the plugin and compares."""
+  plain = [step["learning/loss"] for step in helpers.train(folder, [*words, *DATA8])]
+  steps = helpers.train(folder, [*words, *mesh], options=MoeTeOptions())
+  assert [step["learning/loss"] for step in steps] == pytest.approx(plain, rel=tolerances.TRAINING_LOSS)
+  assert plain[-1] < plain[0] - 0.01, "the model did not move, so equal losses would show nothing"
+  assert "moe_te/rows_per_expert_max/layer_000" in steps[-1]
+  return steps
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_scanned_with_an_expert_axis(tmp_path, block):
+  hold(tmp_path, [*BLOCKS[block], "scan_layers=true"], EXPERT2)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_unscanned(tmp_path, block):
+  hold(tmp_path, [*BLOCKS[block], "scan_layers=false"], DATA8)
+
+
+def test_multi_token_prediction(tmp_path):
+  steps = hold(tmp_path, MTP, EXPERT2)
+  assert steps[-1]["learning/mtp_loss"] > 0
+  assert "moe_te/rows_per_expert_max/layer_001" in steps[-1], "the MoE layer of the MTP block reports too"
+
+
+def test_no_block_is_missing():
+  from maxtext_moe_te.host import rules_from_config
+
+  assert set(BLOCKS) == set(rules_from_config.DECODER_BLOCKS)
