@@ -14,7 +14,7 @@ ifneq ($(shell $(PYTHON_BIN) -c "import sys; print(open(sys.prefix + '/.ready').
 .PHONY: $(READY)
 endif
 
-.PHONY: help demo test test-gpu check lock clean
+.PHONY: help demo test test-te test-gpu check lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 16
@@ -25,6 +25,17 @@ demo: $(READY) ## train a small DeepSeek-V3-style model on real text on this mac
 # Two workers, each test file in one of them: importing MaxText costs each worker seconds, so more of them gain little.
 test: $(READY) ## run the tests that need no GPU
 	$(PYTHON_BIN) -m pytest tests -q -n 2 --dist loadfile --require-host $(ARGS)
+
+# TE_WHEEL: a wheel of transformer-engine-jax 2.20.2 built for this Python and CUDA 13; without one, pip compiles it for minutes.
+TE_WHEEL ?=
+TE_BIN := .venv-te/bin
+
+test-te: $(BIN)/uv ## compile the Transformer Engine parts for GPUs that are not there, and check what came out
+	@test -x $(TE_BIN)/python || $$(sh container/find_python.sh) -m venv .venv-te
+	$(BIN)/uv pip install --quiet --python $(TE_BIN)/python --require-hashes -r requirements.lock
+	$(BIN)/uv pip install --quiet --python $(TE_BIN)/python --no-deps -r container/te-compile.txt -e .
+	$(BIN)/uv pip install --quiet --python $(TE_BIN)/python --no-deps --no-build-isolation $(or $(TE_WHEEL),transformer-engine-jax==2.20.2)
+	$(TE_BIN)/python -m pytest tests/te -q --require-te $(ARGS)
 
 test-gpu: ## run the GPU tests with GPU_PYTHON; a test skipped for want of a GPU fails
 	$(GPU_PYTHON) -m pytest tests/gpu -q --require-gpu --require-host $(ARGS)
@@ -39,7 +50,7 @@ lock: $(BIN)/uv ## resolve requirements.lock anew from pyproject.toml
 	  --quiet --output-file requirements.lock $(ARGS) pyproject.toml
 
 clean: ## remove the environment and everything else that is not source
-	rm -rf .venv demo_output dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-te demo_output dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define VENV

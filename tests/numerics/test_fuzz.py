@@ -149,6 +149,8 @@ def arrays_of(problem: Problem, seed: int, load: str, spread: float, unused: flo
     case "by sequence":
       logits += rng.normal(0, 4, (batch, 1, experts))
   rule = problem.spec.router
+  if problem.replayed or rule.selection is Selection.TABLE:
+    logits = np.maximum(logits, -3)  # whoever chose did not look: a score near zero would be divided by itself
   chosen = lambda: rng.integers(0, experts, (batch, sequence, rule.experts_per_token))
   table = jnp.asarray(chosen(), jnp.int32) if rule.selection is Selection.TABLE and not problem.replayed else None
   replayed = None

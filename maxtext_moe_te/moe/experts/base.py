@@ -77,8 +77,8 @@ def expert_mlp(
   fused = weights.fused if weights.fused is not None else jnp.concatenate([weights.gate, weights.up], axis=-1)
   gate, up = jnp.split(grouped_matmul(rows, fused, group_sizes), 2, axis=-1)
   if weights.gate_bias is not None:
-    gate = gate + bias_of_rows(weights.gate_bias, group_sizes, rows.shape[0])
-    up = up + bias_of_rows(weights.up_bias, group_sizes, rows.shape[0])
+    gate = (gate + bias_of_rows(weights.gate_bias, group_sizes, rows.shape[0])).astype(rows.dtype)
+    up = (up + bias_of_rows(weights.up_bias, group_sizes, rows.shape[0])).astype(rows.dtype)
   gate = checkpoint_name(checkpoint_name(gate, "mlpwi_0"), "moe_mlpwi_0")
   up = checkpoint_name(up, "moe_mlpwi_1")
   hidden = activate(rule, gate, up)
@@ -87,7 +87,7 @@ def expert_mlp(
   out = grouped_matmul(hidden.astype(rows.dtype), weights.down, group_sizes)
   if weights.down_bias is not None:
     bias = bias_of_rows(weights.down_bias, group_sizes, rows.shape[0])
-    out = out + (bias if row_weights is None else (bias * row_weights[:, None]).astype(out.dtype))
+    out = (out + (bias if row_weights is None else bias * row_weights[:, None])).astype(rows.dtype)
   return checkpoint_name(checkpoint_name(out, "mlpwo"), "moe_mlpwo")
 
 
@@ -97,5 +97,5 @@ def expert_of_rows(group_sizes: jax.Array, rows: int) -> jax.Array:
 
 
 def bias_of_rows(bias: jax.Array, group_sizes: jax.Array, rows: int) -> jax.Array:
-  """bias [e,n] -> [rows,n], zero for unused rows, so that they add nothing to its gradient."""
-  return jnp.take(bias, expert_of_rows(group_sizes, rows), axis=0, mode="fill", fill_value=0)
+  """bias [e,n] -> float32 [rows,n]; its gradient sums over many rows, which bfloat16 would not survive. Zero for unused rows."""
+  return jnp.take(bias.astype(jnp.promote_types(bias.dtype, jnp.float32)), expert_of_rows(group_sizes, rows), axis=0, mode="fill", fill_value=0)
