@@ -6,7 +6,7 @@ Importing this package loads neither jax nor MaxText nor Transformer Engine; `ac
 from maxtext_moe_te.errors import MoeTeError
 
 __version__ = "0.1.0"
-__all__ = ["MoeTeError", "activate", "__version__"]
+__all__ = ["MoeTeError", "__version__", "activate"]
 
 
 def activate(overlay=None, options=None):

@@ -37,7 +37,7 @@ COMMON = dict(
 )
 ONE_GPU = dict(skip_jax_distributed_system="true", ici_fsdp_parallelism=1)
 EXPERT2 = dict(ici_expert_parallelism=2, ici_fsdp_parallelism=1)
-SAVED = "decoder_layer_input query_proj key_proj value_proj context out_proj".split()
+SAVED = ["decoder_layer_input", "query_proj", "key_proj", "value_proj", "context", "out_proj"]
 RUNS = {
     "qwen3-6-layers": dict(
         ranks=1,

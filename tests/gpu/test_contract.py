@@ -2,11 +2,11 @@
 
 import jax.numpy as jnp
 import pytest
-from tests.numerics import contract
 
 from maxtext_moe_te.moe import block
 from maxtext_moe_te.moe.experts import te
 from maxtext_moe_te.moe.transport.local import LocalTransport
+from tests.numerics import contract
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+
 from tests import tolerances
 
 pytestmark = [pytest.mark.gpu, pytest.mark.te]

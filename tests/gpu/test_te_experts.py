@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests import helpers, tolerances
 
 from maxtext_moe_te.moe.experts import reference, te
+from tests import helpers, tolerances
 
 pytestmark = [pytest.mark.gpu, pytest.mark.te]
 

@@ -5,9 +5,9 @@ are too. Scanned layers run with an expert axis of 2, unscanned ones without.
 """
 
 import pytest
-from tests import helpers, tolerances
 
 from maxtext_moe_te.settings.config import MoeTeOptions
+from tests import helpers, tolerances
 
 pytestmark = pytest.mark.host
 

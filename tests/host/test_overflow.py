@@ -2,10 +2,10 @@
 
 import jax
 import pytest
-from tests import helpers, tolerances
 
 from maxtext_moe_te.errors import CapacityError
 from maxtext_moe_te.settings.config import MoeTeOptions
+from tests import helpers, tolerances
 
 pytestmark = pytest.mark.host
 

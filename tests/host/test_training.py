@@ -5,9 +5,9 @@ import sys
 import textwrap
 
 import pytest
-from tests import helpers, tolerances
 
 from maxtext_moe_te.settings.config import MoeTeOptions
+from tests import helpers, tolerances
 
 pytestmark = pytest.mark.host
 

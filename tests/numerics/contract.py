@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests import helpers, tolerances
-from tests.numerics import oracle
 
 from maxtext_moe_te.moe import block
 from maxtext_moe_te.moe.experts.base import ExpertWeights, expert_of_rows
@@ -20,6 +18,8 @@ from maxtext_moe_te.moe.routing import BalanceLoss, RouterInputs
 from maxtext_moe_te.moe.rules import ExpertRule, RouterRule, Weighting
 from maxtext_moe_te.moe.transport.local import LocalTransport
 from maxtext_moe_te.moe.transport.xla import XlaTransport
+from tests import helpers, tolerances
+from tests.numerics import oracle
 
 FORWARD = ("y", "load_balance_loss", "rows_per_expert")
 SOFTMAX = RouterRule(experts_per_token=2, renormalize=True)

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
-from tests import helpers, tolerances
 
 from maxtext_moe_te.errors import MoeTeError
 from maxtext_moe_te.moe.rules import Selection
 from maxtext_moe_te.tools import models
+from tests import helpers, tolerances
 
 pytestmark = pytest.mark.host
 

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests import helpers
-from tests.numerics.test_every_model import assert_equal, both, layer_and_inputs
 
 from maxtext_moe_te.errors import RefusedError
+from tests import helpers
+from tests.numerics.test_every_model import assert_equal, both, layer_and_inputs
 
 pytestmark = pytest.mark.host
 

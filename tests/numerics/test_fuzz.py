@@ -16,8 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
-from tests import tolerances
-from tests.numerics import contract, oracle
 
 from maxtext_moe_te.moe import block
 from maxtext_moe_te.moe.experts.base import ExpertWeights
@@ -25,6 +23,8 @@ from maxtext_moe_te.moe.routing import BalanceLoss, RouterInputs
 from maxtext_moe_te.moe.rules import ExpertRule, RouterRule, Selection, Weighting
 from maxtext_moe_te.moe.transport.local import LocalTransport
 from maxtext_moe_te.moe.transport.xla import XlaTransport
+from tests import tolerances
+from tests.numerics import contract, oracle
 
 RESULT = Path(__file__).with_name("fuzz_result.json")
 CASES = 500

@@ -1,6 +1,7 @@
 """One RoutedMoE layer of each family, ours against MaxText's own, float32, forward and every gradient, on one device."""
 
 import pytest
+
 from tests import helpers, tolerances
 
 pytestmark = pytest.mark.host

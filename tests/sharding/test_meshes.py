@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+
 from tests import helpers, tolerances
 
 pytestmark = pytest.mark.host

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+
 from tests.te import described
 
 pytestmark = [pytest.mark.te]
