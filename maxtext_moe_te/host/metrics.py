@@ -71,7 +71,7 @@ def recording(original):
 
 
 def always_recording(options: MoeTeOptions):
-  """The factory of the seam on `maxtext_utils.get_functional_train_with_signature`, with a train step that hands its intermediates to the recorder.
+  """The factory of the seam on `maxtext_utils.get_functional_train_with_signature`: the train step hands over its intermediates.
 
   `train_step` does so only under record_internal_nn_metrics. It gets a configuration that says so; the model keeps its own, so
   that the decoder blocks record no more than the user asked for.

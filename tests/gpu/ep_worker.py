@@ -197,7 +197,8 @@ class Layer:
     step = jax.jit(self.value_and_gradients(self.layout, self.parts, self.spec))
     rows_per_rank = self.batch * self.sequence * self.k / self.args.ranks
     tflop = 3 * 2 * rows_per_rank * 3 * self.width * self.expert_width / 1e12
-    result = {"shape": {"name": self.args.shape, **dict(zip(("experts", "k", "batch_per_rank", "sequence", "width", "expert_width"), SHAPES[self.args.shape]))}}
+    dims = zip(("experts", "k", "batch_per_rank", "sequence", "width", "expert_width"), SHAPES[self.args.shape])
+    result = {"shape": {"name": self.args.shape, **dict(dims)}}
     result |= {"ranks": self.args.ranks, "one_gpu": self.args.one_gpu, "capacity": self.group.capacity, "tflop_per_rank": tflop}
     ours = record.time_ms(step, inputs, cotangent)
     result["ours"] = ours | {"tflops": round(tflop / ours["median_ms"] * 1e3, 1)}

@@ -98,4 +98,5 @@ def expert_of_rows(group_sizes: jax.Array, rows: int) -> jax.Array:
 
 def bias_of_rows(bias: jax.Array, group_sizes: jax.Array, rows: int) -> jax.Array:
   """bias [e,n] -> float32 [rows,n]; its gradient sums over many rows, which bfloat16 would not survive. Zero for unused rows."""
-  return jnp.take(bias.astype(jnp.promote_types(bias.dtype, jnp.float32)), expert_of_rows(group_sizes, rows), axis=0, mode="fill", fill_value=0)
+  wide = bias.astype(jnp.promote_types(bias.dtype, jnp.float32))
+  return jnp.take(wide, expert_of_rows(group_sizes, rows), axis=0, mode="fill", fill_value=0)
