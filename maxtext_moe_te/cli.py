@@ -10,9 +10,10 @@ import logging
 import os
 import runpy
 import sys
+import traceback
 
 from maxtext_moe_te import __version__
-from maxtext_moe_te.errors import MoeTeError, OptionError, nearest
+from maxtext_moe_te.errors import MoeTeError, OptionError, RefusedError, nearest
 
 TRAIN = "maxtext.trainers.pre_train.train"
 # Entries of MaxText 0.2.5 whose configuration goes through `pyconfig`, for close matches.
@@ -57,13 +58,30 @@ def main(argv: list[str] | None = None) -> int:
     run(TRAIN if args.command == "train" else args.module, argv[own:])
     return 0
   except KeyboardInterrupt:
-    return 130
+    return _leave(130)
   except Exception as error:
     ours = _ours(error)
     if ours is None:
+      if _leaves_a_group():
+        traceback.print_exc()
+        return _leave(1)
       raise
     print("maxtext-moe-te: error:", " ".join(str(ours).split()), file=sys.stderr)
-    return ours.exit_status
+    return _leave(ours.exit_status)
+
+
+def _leaves_a_group() -> bool:
+  nccl_ep = sys.modules.get("maxtext_moe_te.moe.transport.nccl_ep")
+  return nccl_ep is not None and nccl_ep.bootstrapped() is not None
+
+
+def _leave(status: int) -> int:
+  """`status`; but a failed rank with an NCCL EP group ends here, for its communicator waits at exit for ranks that go on."""
+  if _leaves_a_group():
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+  return status
 
 
 def run(module: str, words: list[str]) -> None:
@@ -90,6 +108,12 @@ def run(module: str, words: list[str]) -> None:
     log.info(line)
   versions.check_maxtext(accept_unknown=options.unknown_host)
   _check_module(module)
+  if options.capacity_factor and module != TRAIN:
+    raise RefusedError(
+      found=f"moe_te.capacity_factor={options.capacity_factor:g} with {module}, whose steps are not checked for overflow",
+      needed=f"{TRAIN}, or a capacity that nothing exceeds",
+      fix="set moe_te.capacity_factor=0",
+    )
   activate(overlay=overlay, options=options)
   sys.argv = [module, *rest]
   try:

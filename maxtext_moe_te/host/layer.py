@@ -133,6 +133,20 @@ def layout_of(module: moe.RoutedMoE, inputs: jax.Array) -> block.Layout:
     # MaxText replicates a batch that its axes do not divide, if there is no expert axis; so do we.
     while layout.batch and inputs.shape[0] % layout.size(layout.batch):
       layout = block.Layout(mesh=mesh, batch=layout.batch[:-1], sequence=sequence, expert=expert, width=width)
+  shared = set(layout.tokens) & set(layout.width)
+  if shared:
+    raise RefusedError(
+        found=f"mesh axes {', '.join(sorted(shared))} split both the tokens and the experts' width",
+        needed="an axis for each",
+        fix="change logical_axis_rules so that activation_batch, activation_norm_length and mlp_no_fsdp share no axis larger than 1",
+    )
+  ranks = layout.size(layout.expert)
+  if config.num_experts % ranks:
+    raise RefusedError(
+        found=f"num_experts={config.num_experts} over mesh axes {', '.join(f'{a}={mesh.shape[a]}' for a in layout.expert)}",
+        needed="as many experts on every rank",
+        fix=f"change those axes so that their product divides {config.num_experts}",
+    )
   for dim, size, axes in (("batch", inputs.shape[0], layout.batch), ("sequence", inputs.shape[1], layout.sequence)):
     if size % layout.size(axes):
       raise RefusedError(

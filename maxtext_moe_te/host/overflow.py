@@ -9,10 +9,26 @@ import math
 import jax
 import jax.numpy as jnp
 
-from maxtext_moe_te.errors import CapacityError
+from maxtext_moe_te.errors import CapacityError, RefusedError
+from maxtext_moe_te.host import rules_from_config
 from maxtext_moe_te.settings.config import MoeTeOptions
 
 OVERFLOW, DEMAND, CAPACITY = "moe_te/overflow", "moe_te/receive_rows_max", "moe_te/receive_capacity"
+
+
+def check(options: MoeTeOptions, config) -> None:
+  """Refuses a finite factor where an overflow would go unseen.
+
+  Raises:
+    RefusedError: with the setting that is in the way.
+  """
+  for wrong, setting in ((config.enable_diloco, "enable_diloco=true"), (config.eval_interval > 0, f"eval_interval={config.eval_interval}")):
+    if options.capacity_factor and wrong:
+      raise RefusedError(
+          found=f"moe_te.capacity_factor={options.capacity_factor:g} with {setting}, whose steps are not checked for overflow",
+          needed="a capacity that nothing exceeds",
+          fix="set moe_te.capacity_factor=0",
+      )
 
 
 def keeping_state(train_step, options: MoeTeOptions):
@@ -23,6 +39,8 @@ def keeping_state(train_step, options: MoeTeOptions):
   @functools.wraps(train_step)
   def step(model, config, state_mesh_shardings, params_shardings, state, data, *rest):
     new_state, metrics = train_step(model, config, state_mesh_shardings, params_shardings, state, data, *rest)
+    if OVERFLOW not in metrics["scalar"]:  # a dense model
+      return new_state, metrics
     overflowed = metrics["scalar"][OVERFLOW] > 0
     old, new = jax.tree.leaves(state), jax.tree.leaves(new_state)
     kept = [jnp.where(overflowed, o, n) for o, n in zip(old, new, strict=True)]
@@ -36,9 +54,11 @@ def stopping(options: MoeTeOptions):
 
   def replace(original):
     @functools.wraps(original)
-    def jit_train_and_eval_step(*args, **kwargs):
-      train, *others = original(*args, **kwargs)
-      return _Checked(train, options.capacity_factor), *others
+    def jit_train_and_eval_step(config, *args, **kwargs):
+      train, *others = original(config, *args, **kwargs)
+      if not rules_from_config.is_moe(config):
+        return train, *others
+      return _Checked(train, options.capacity_factor, config.gradient_accumulation_steps), *others
 
     return jit_train_and_eval_step
 
@@ -48,8 +68,8 @@ def stopping(options: MoeTeOptions):
 class _Checked:
   """A compiled step that raises when it overflowed; everything else is the step's own."""
 
-  def __init__(self, step, capacity_factor):
-    self._step, self._capacity_factor = step, capacity_factor
+  def __init__(self, step, capacity_factor, microbatches):
+    self._step, self._capacity_factor, self._microbatches = step, capacity_factor, microbatches
 
   def __getattr__(self, name):
     return getattr(self._step, name)
@@ -57,13 +77,21 @@ class _Checked:
   def __call__(self, *args, **kwargs):
     state, metrics = self._step(*args, **kwargs)
     scalars = metrics["scalar"]
-    if OVERFLOW in scalars and int(scalars[OVERFLOW]) > 0:  # waits for the step: the price of a finite factor
-      demand, capacity = float(scalars[DEMAND]), float(scalars[CAPACITY])
-      held = math.ceil(100 * self._capacity_factor * demand / capacity) / 100
-      raise CapacityError(
-          found=f"a rank was sent {demand:.0f} rows in this step and holds {capacity:.0f} "
-          f"(moe_te.capacity_factor={self._capacity_factor:g}); the step's update was not applied",
-          needed=f"moe_te.capacity_factor of at least {held:g} for this step, or 0, which holds whatever the routing",
-          fix=f"set moe_te.capacity_factor=0 or {math.ceil(held * 1.25 * 10) / 10:g} and start again from the last checkpoint",
-      )
+    if int(scalars[OVERFLOW]) > 0:  # waits for the step: the price of a finite factor
+      raise self._error(float(scalars[DEMAND]), float(scalars[CAPACITY]))
     return state, metrics
+
+  def _error(self, demand, capacity):
+    given = f"(moe_te.capacity_factor={self._capacity_factor:g}); the step's update was not applied"
+    if self._microbatches > 1:  # only the mean over microbatches is known
+      return CapacityError(
+          found=f"a rank was sent more rows than the {capacity:.0f} it holds in one of {self._microbatches} microbatches {given}",
+          needed="a capacity that nothing exceeds, or a larger factor",
+          fix="set moe_te.capacity_factor=0 and start again from the last checkpoint",
+      )
+    held = math.ceil(100 * self._capacity_factor * demand / capacity) / 100
+    return CapacityError(
+        found=f"a rank was sent {demand:.0f} rows in this step and holds {capacity:.0f} {given}",
+        needed=f"moe_te.capacity_factor of at least {held:g} for this step, or 0, which holds whatever the routing",
+        fix=f"set moe_te.capacity_factor=0 or {math.ceil(held * 12.5) / 10:g} and start again from the last checkpoint",
+    )

@@ -21,6 +21,7 @@ from maxtext_moe_te.moe.transport.xla import XlaTransport
 from maxtext_moe_te.settings.config import MoeTeOptions
 
 log = logging.getLogger("maxtext_moe_te")
+EXPERT_AXIS = "expert"
 
 
 def choose(options: MoeTeOptions, layout: Layout, spec: LayerSpec) -> Parts:
@@ -56,16 +57,13 @@ def check_options(options: MoeTeOptions) -> None:
     VersionError: Transformer Engine is asked for and missing or unsupported.
     RefusedError: options that contradict each other.
   """
-  asked = [f"moe_te.{stage}={value}" for stage, value in _te_choices(options) if value in ("te", "nccl_ep")]
+  te_only = {"transport": "nccl_ep", "experts": "te", "recipe": "mxfp8"}
+  asked = [f"moe_te.{option}={value}" for option, value in te_only.items() if getattr(options, option) == value]
   if asked:
     try:
       versions.check("transformer-engine")
     except MoeTeError as error:
       raise type(error)(found=f"{' and '.join(asked)}, and {error.found}", needed=error.needed, fix=error.fix) from error
-  if options.router == "te":
-    raise RefusedError(
-        found="moe_te.router=te", needed="the router that every rule has", fix="set moe_te.router=jax or moe_te.router=auto"
-    )
   if options.recipe == "mxfp8" and versions.installed("jax") == "0.11.2":
     raise VersionError(
         found="moe_te.recipe=mxfp8 with jax 0.11.2, whose compiler crashes on the quantized grouped product in scanned layers",
@@ -78,10 +76,6 @@ def check_options(options: MoeTeOptions) -> None:
         needed="Transformer Engine's grouped GEMM",
         fix="set moe_te.experts=te",
     )
-
-
-def _te_choices(options):
-  return ("router", options.router), ("transport", options.transport), ("experts", options.experts)
 
 
 def _experts(options, device, spec) -> tuple[str, str]:
@@ -129,6 +123,33 @@ def _transport(options, layout, spec, device, *, mxfp8):
   ranks = layout.size(layout.expert)
   name = options.transport
   alignment = te.MXFP8_BLOCK if mxfp8 else 1
+  check_transport(options, ranks)
+  if ranks == 1:
+    return LocalTransport(spec.num_experts, alignment), ""
+  reason = ""
+  tokens_split = set(layout.expert) <= set(layout.tokens)
+  if name != "xla":
+    group = nccl_ep.bootstrapped()
+    if group is not None and layout.expert == (EXPERT_AXIS,) and tokens_split:
+      return nccl_ep.NcclEpTransport(group), ""
+    reason = "a CPU" if device.platform == "cpu" else "this entry point makes none" if group is None else "its axes do not split the tokens"
+    reason = f" [no NCCL EP group: {reason}]"
+    if name == "nccl_ep":
+      raise RefusedError(
+          found=f"moe_te.transport=nccl_ep{reason}",
+          needed="a training entry point of MaxText on NVIDIA GPUs, with tokens and experts split over the axis `expert`",
+          fix="set moe_te.transport=auto",
+      )
+  return XlaTransport(spec.num_experts, layout.expert, ranks, tokens_split, alignment, options.capacity_factor), reason
+
+
+def check_transport(options: MoeTeOptions, ranks: int) -> None:
+  """Refuses a transport that a number of expert ranks has no use for.
+
+  Raises:
+    RefusedError: with the option that fits.
+  """
+  name = options.transport
   if name == "local" and ranks > 1:
     raise RefusedError(
         found=f"moe_te.transport=local on an expert axis of {ranks}",
@@ -141,22 +162,6 @@ def _transport(options, layout, spec, device, *, mxfp8):
         needed="an expert axis larger than 1 (ici_expert_parallelism)",
         fix="set moe_te.transport=auto",
     )
-  if ranks == 1:
-    return LocalTransport(spec.num_experts, alignment), ""
-  reason = ""
-  if name != "xla":
-    group = nccl_ep.bootstrapped()
-    if group is not None:
-      return nccl_ep.NcclEpTransport(group.experts_per_token, group.capacity), ""
-    reason = f" [no NCCL EP group: {'a CPU' if device.platform == 'cpu' else 'this entry point makes none'}]"
-    if name == "nccl_ep":
-      raise RefusedError(
-          found=f"moe_te.transport=nccl_ep{reason}",
-          needed="a training entry point of MaxText on NVIDIA GPUs",
-          fix="set moe_te.transport=auto",
-      )
-  tokens_split = set(layout.expert) <= set(layout.tokens)
-  return XlaTransport(spec.num_experts, layout.expert, ranks, tokens_split, alignment, options.capacity_factor), reason
 
 
 def bootstrapping(options: MoeTeOptions):
@@ -182,14 +187,15 @@ def _bootstrap(options, config, mesh):
   if options.transport not in ("auto", "nccl_ep") or ranks == 1 or device.platform == "cpu":
     return
   group = ep_group(options, config, dict(mesh.shape))
-  reason = _reason_against(lambda: _check_nccl_ep(config, group))
-  if reason and options.transport == "nccl_ep":
+  try:
     _check_nccl_ep(config, group)
-  if reason:
-    log.info("NCCL EP not used: %s", reason)
+  except MoeTeError as error:
+    if options.transport == "nccl_ep":
+      raise
+    log.info("NCCL EP not used: %s", error.found)
     return
   log.info("NCCL EP group: %s, receive capacity %d rows per rank", group, group.capacity)
-  nccl_ep.bootstrap(group, mesh, "expert")
+  nccl_ep.bootstrap(group, mesh, EXPERT_AXIS)
 
 
 def ep_group(options: MoeTeOptions, config, axis_sizes: dict[str, int]) -> nccl_ep.Bootstrap:
@@ -220,5 +226,12 @@ def _check_nccl_ep(config, group):
         needed="a top-k selection in every layer",
         fix="set moe_te.transport=xla",
     )
+  if config.mlp_bias:
+    raise RefusedError(
+        found="expert biases with NCCL EP, whose padding rows are not shown to stay out of their gradients",
+        needed="experts without biases",
+        fix="set moe_te.transport=xla",
+    )
   group.check()
+  nccl_ep.check_local_devices()
   te_runtime.prepare_nccl_ep()

@@ -70,6 +70,7 @@ class Activation:
 
   calls: collections.Counter = field(default_factory=collections.Counter)
   _changes: list[_Change] = field(default_factory=list)
+  _after_undo: list[Callable[[], None]] = field(default_factory=list)
 
   @property
   def active(self) -> bool:
@@ -94,6 +95,12 @@ class Activation:
       )
     while self._changes:
       self._changes.pop().undo()
+    while self._after_undo:
+      self._after_undo.pop()()
+
+  def after_undo(self, call: Callable[[], None]) -> None:
+    """Has `call` run once, after everything else was undone."""
+    self._after_undo.append(call)
 
   def __enter__(self):
     return self

@@ -3,6 +3,9 @@
 Everything here reads configuration values; nothing is traced and nothing is changed.
 """
 
+import math
+
+import jax
 import jax.numpy as jnp
 
 from maxtext_moe_te.errors import RefusedError
@@ -154,6 +157,19 @@ def _rules_of_refusal(config):
       f"set shard_mode=auto, {off}",
   )
   yield (
+      config.num_experts_per_tok > config.num_experts or config.num_experts_per_tok < 1,
+      f"num_experts_per_tok={config.num_experts_per_tok} with num_experts={config.num_experts}",
+      "at least one expert per token and no more than there are",
+      "set num_experts_per_tok",
+  )
+  score = config.routed_score_func
+  yield (
+      not hasattr(jax.nn, score or "softmax") and score != "sqrtsoftplus",
+      f"routed_score_func={score}",
+      "a function of jax.nn such as softmax or sigmoid, or sqrtsoftplus",
+      "set routed_score_func=softmax or sigmoid, as the model's authors do",
+  )
+  yield (
       block == "llama4" and (config.num_experts_per_tok > 1 or config.norm_topk_prob),
       f"decoder_block=llama4 with num_experts_per_tok={config.num_experts_per_tok}, norm_topk_prob={config.norm_topk_prob}",
       "one expert per token and no normalization: the weight multiplies the token itself",
@@ -185,11 +201,17 @@ def check_mesh(config, axis_sizes: dict[str, int]):
   """
   if not is_moe(config):
     return
+  if axis_sizes.get("tensor_sequence", 1) > 1:
+    raise RefusedError(
+        found=f"a tensor_sequence axis of {axis_sizes['tensor_sequence']}, which splits both the tokens and the experts' width",
+        needed="an axis for each: MaxText's own layer adds up different tokens on such a mesh",
+        fix="set ici_tensor_sequence_parallelism=1 and use ici_tensor_parallelism or ici_context_parallelism",
+    )
   ranks = axis_sizes.get("expert", 1)
   if config.num_experts % ranks:
-    fits = max(d for d in range(1, ranks + 1) if config.num_experts % d == 0)
     raise RefusedError(
         found=f"num_experts={config.num_experts} on an expert axis of {ranks}",
         needed="as many experts on every rank",
-        fix=f"set ici_expert_parallelism={fits} (or another divisor of {config.num_experts})",
+        # A divisor of both, so that it divides the devices too.
+        fix=f"set ici_expert_parallelism={math.gcd(config.num_experts, ranks)} (or another divisor of {config.num_experts})",
     )

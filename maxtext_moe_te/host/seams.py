@@ -6,7 +6,10 @@ Left alone: class names (MaxText compares them), classes themselves (names are b
 
 import contextlib
 import dataclasses
+import functools
 import sys
+
+from maxtext.common import metric_logger
 
 from maxtext_moe_te import versions
 from maxtext_moe_te.host import configuration, layer, metrics, overflow, parts, patching, rules_from_config
@@ -23,17 +26,29 @@ def activate(overlay=None, options: MoeTeOptions | None = None) -> Activation:
   if options.enabled:
     parts.check_options(options)
   host_version = versions.check_maxtext(accept_unknown=options.unknown_host)
-  return patching.activate_once(
-      (overlay, options),
-      lambda: patching.apply_all(
-          seams(overlay, options), host_version=host_version, accept_unknown=options.unknown_host
-      ),
-  )
+  if not options.unknown_host:
+    versions.check("jax")
+
+  def make():
+    activation = patching.apply_all(seams(overlay, options), host_version=host_version, accept_unknown=options.unknown_host)
+    recorder = metric_logger.record_activation_metrics
+    activation.after_undo(lambda: _unbind(recorder))
+    return activation
+
+  return patching.activate_once((overlay, options), make)
+
+
+def _unbind(recorder) -> None:
+  """A trainer imported while the plugin was active has bound our recorder by name; gives it MaxText's back."""
+  train = sys.modules.get(TRAIN)
+  if train is not None and train.record_activation_metrics is recorder:
+    train.record_activation_metrics = metric_logger.record_activation_metrics
 
 
 def seams(overlay, options: MoeTeOptions) -> list[Seam]:
   """The seams that these options need."""
-  needed = configuration.config_seams(overlay, options, checks=[check_config] if options.enabled else [])
+  checks = [functools.partial(check_config, options=options)] if options.enabled else []
+  needed = configuration.config_seams(overlay, options, checks=checks)
   needed.append(TRANSFORMER_ENGINE_CONTEXT)
   if options.enabled:
     needed.append(
@@ -54,9 +69,10 @@ def seams(overlay, options: MoeTeOptions) -> list[Seam]:
         )
     )
     if options.metrics or options.capacity_factor:
-      needed += _metrics(options)
+      recorder, train_step = _metrics(options)
+      needed += [recorder, train_step]
       if TRAIN in sys.modules:  # imported before us, it has bound the recorder's name
-        needed.append(dataclasses.replace(_metrics(options)[0], target=f"{TRAIN}:record_activation_metrics"))
+        needed.append(dataclasses.replace(recorder, target=f"{TRAIN}:record_activation_metrics"))
     if options.capacity_factor:
       needed.append(
           Seam(
@@ -86,7 +102,7 @@ LAYER_RELIES_ON = (
 )
 
 
-def check_config(config) -> None:
+def check_config(config, options: MoeTeOptions = MoeTeOptions()) -> None:
   """Refuses, before anything is built or written, a run that would not be exact.
 
   Raises:
@@ -96,7 +112,10 @@ def check_config(config) -> None:
   if refused:
     raise refused
   if rules_from_config.is_moe(config):
-    rules_from_config.check_mesh(config, axis_sizes(config))
+    sizes = axis_sizes(config)
+    rules_from_config.check_mesh(config, sizes)
+    parts.check_transport(options, sizes.get("expert", 1))
+    overflow.check(options, config)
 
 
 def axis_sizes(config) -> dict[str, int]:

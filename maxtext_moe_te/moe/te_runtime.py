@@ -24,7 +24,9 @@ def cublaslt_version() -> int:
   Raises:
     VersionError: there is none.
   """
-  return _ask("libcublasLt.so.13", "cublasLtGetVersion", "cuBLAS 13", "pip install 'nvidia-cublas>=13.4,!=13.7.*,!=13.8.0.*'")
+  library = _load("libcublasLt.so.13", "cuBLAS 13", "pip install 'nvidia-cublas>=13.4,!=13.7.*,!=13.8.0.*'")
+  library.cublasLtGetVersion.restype = ctypes.c_size_t
+  return int(library.cublasLtGetVersion())
 
 
 @functools.cache
@@ -47,17 +49,10 @@ def _load(name, what, install):
     raise VersionError(found=f"{name} cannot be loaded ({error})", needed=f"{what} on the loader's path", fix=install) from error
 
 
-def _ask(name, function, what, install):
-  call = getattr(_load(name, what, install), function)
-  call.restype = ctypes.c_size_t
-  return int(call())
-
-
-def dotted(version: int, *, nccl: bool = False) -> str:
-  """131000 -> 13.10.0; with `nccl`, 23203 -> 2.32.3."""
+def dotted(version: int) -> str:
+  """131000 -> 13.10.0; 23203 -> 2.32.3."""
   major, rest = divmod(version, 10000)
-  minor, patch = divmod(rest, 100)
-  return f"{major}.{minor}.{patch}" if not nccl or major else str(version)
+  return f"{major}.{rest // 100}.{rest % 100}"
 
 
 def check_grouped_gemm(compute_capability: str) -> None:
@@ -110,8 +105,8 @@ def prepare_nccl_ep() -> None:
   found = nccl_version()
   if found < NCCL_FLOOR:
     raise VersionError(
-        found=f"NCCL {dotted(found, nccl=True)} at run time",
-        needed=f"{dotted(NCCL_FLOOR, nccl=True)} or newer for NCCL EP",
+        found=f"NCCL {dotted(found)} at run time",
+        needed=f"{dotted(NCCL_FLOOR)} or newer for NCCL EP",
         fix="pip install 'nvidia-nccl-cu13>=2.32.3' and put it first in LD_LIBRARY_PATH, or set moe_te.transport=xla",
     )
   nvcc = _nvcc()
@@ -131,9 +126,9 @@ def prepare_nccl_ep() -> None:
   headers = _nccl_headers(found)
   if headers is None:
     raise VersionError(
-        found=f"no NCCL headers of version {dotted(found, nccl=True)}",
+        found=f"no NCCL headers of version {dotted(found)}",
         needed="the headers of the NCCL that is loaded",
-        fix=f"set NCCL_HOME to a folder with include/nccl.h of {dotted(found, nccl=True)}, or set moe_te.transport=xla",
+        fix=f"set NCCL_HOME to a folder with include/nccl.h of {dotted(found)}, or set moe_te.transport=xla",
     )
   os.environ.setdefault("NCCL_EP_JIT_BUILD_INCLUDE_DIR", str(headers))
 

@@ -10,11 +10,13 @@ from typing import Any
 from maxtext_moe_te.errors import OptionError, nearest
 
 CHOICES = {
-  "router": ("auto", "jax", "te"),
+  "router": ("auto", "jax"),
   "transport": ("auto", "local", "xla", "nccl_ep"),
   "experts": ("auto", "reference", "ragged_dot", "blocked", "te"),
   "recipe": ("bf16", "mxfp8"),
 }
+
+MAX_CAPACITY_FACTOR = 4096  # an expert axis that large; beyond its size a factor is the worst case
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,9 +97,9 @@ def _check(mapping, source):
 
 
 def _check_capacity_factor(value, source):
-  if isinstance(value, bool) or not isinstance(value, int | float) or not (value == 0 or 1 <= value < float("inf")):
+  if isinstance(value, bool) or not isinstance(value, int | float) or not (value == 0 or 1 <= value <= MAX_CAPACITY_FACTOR):
     raise OptionError(
       found=f"moe_te.capacity_factor={value} in {source}",
-      needed="a number of at least 1, or 0 for a capacity that nothing exceeds",
+      needed=f"a number from 1 to {MAX_CAPACITY_FACTOR}, or 0 for a capacity that nothing exceeds",
       fix="write moe_te.capacity_factor=0 or, to save memory, moe_te.capacity_factor=2",
     )

@@ -106,8 +106,12 @@ def packaged() -> dict[str, Path]:
 
 def _find(name):
   if "/" in name or name.endswith((".yml", ".yaml")):
-    path = Path(name).expanduser()
-    if not path.is_file():
+    try:
+      path = Path(name).expanduser()
+      found = path.is_file()
+    except (OSError, RuntimeError):  # a name too long, or a home that does not exist
+      found = False
+    if not found:
       raise OverlayError(
         found=f"overlay {name} does not exist", needed="the path of a YAML file", fix="correct the path after overlay="
       )
@@ -127,7 +131,10 @@ def _read(path):
   """One file as {"maxtext": …, "moe_te": …, "xla_flags": …, "env": …}."""
   try:
     content = yaml.load(path.read_text(encoding="utf-8"), _loader(str(path)))
-  except (yaml.YAMLError, UnicodeDecodeError) as error:
+  except OSError as error:
+    found = f"{path} cannot be read ({error.strerror})"
+    raise OverlayError(found=found, needed="a readable file", fix="correct its permissions") from error
+  except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date that does not exist
     mark = getattr(error, "problem_mark", None)
     raise OverlayError(
       found=f"{path} is not YAML: {getattr(error, 'problem', None) or error}" + (f", line {mark.line + 1}" if mark else ""),
@@ -167,7 +174,11 @@ def _check_environment(path, section, key, value):
       needed="text, a number, true or false",
       fix=f"write one value for {key}",
     )
-  if section == "xla_flags" and (key.startswith("-") or " " in str(value)):
+  if section == "env" and (not re.fullmatch(r"[A-Za-z_]\w*", key) or "\0" in str(value)):
+    raise OverlayError(
+      found=f"env.{key} in {path}", needed="the name of an environment variable and its text", fix="correct the name or the value"
+    )
+  if section == "xla_flags" and (key.startswith("-") or " " in key + str(value)):
     raise OverlayError(
       found=f"XLA flag {key!r}: {value!r} in {path}",
       needed="a name without dashes and a value without spaces (XLA drops what follows a space without a word)",

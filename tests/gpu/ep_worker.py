@@ -79,7 +79,7 @@ class Layer:
     te_runtime.prepare_nccl_ep()
     nccl_ep.bootstrap(self.group, self.mesh, "expert")
     self.parts = block.Parts(
-        transport=nccl_ep.NcclEpTransport(self.k, self.group.capacity), grouped_matmul=te.grouped_matmul
+        transport=nccl_ep.NcclEpTransport(self.group), grouped_matmul=te.grouped_matmul
     )
     self.spec = block.LayerSpec(
         num_experts=self.experts,

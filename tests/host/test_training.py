@@ -106,3 +106,20 @@ def test_start_up_cost():
   """)
   out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
   assert float(out.split("added")[-1]) < 1.0
+
+
+def test_undo_reaches_a_trainer_imported_while_active(monkeypatch):
+  from maxtext.common import metric_logger
+  from maxtext.trainers.pre_train import train
+
+  import maxtext_moe_te
+
+  stock = metric_logger.record_activation_metrics
+  monkeypatch.delitem(sys.modules, train.__name__)  # not imported yet …
+  with maxtext_moe_te.activate():
+    monkeypatch.setitem(sys.modules, train.__name__, train)  # … and now it is, and binds the recorder's name
+    monkeypatch.setattr(train, "record_activation_metrics", metric_logger.record_activation_metrics)
+  assert train.record_activation_metrics is stock
+  with maxtext_moe_te.activate():
+    pass
+  assert train.record_activation_metrics is stock

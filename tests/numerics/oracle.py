@@ -15,10 +15,10 @@ from maxtext_moe_te.moe.routing import BalanceLoss, RouterInputs
 from maxtext_moe_te.moe.rules import Selection, Weighting
 
 SCORES = {
-  "": lambda l: l,
-  "sigmoid": lambda l: 1 / (1 + jnp.exp(-l)),
-  "softmax": lambda l: jnp.exp(l) / jnp.exp(l).sum(-1, keepdims=True),
-  "sqrtsoftplus": lambda l: jnp.sqrt(jnp.log(1 + jnp.exp(l))),
+  "": lambda x: x,
+  "sigmoid": lambda x: 1 / (1 + jnp.exp(-x)),
+  "softmax": lambda x: jnp.exp(x) / jnp.exp(x).sum(-1, keepdims=True),
+  "sqrtsoftplus": lambda x: jnp.sqrt(jnp.log(1 + jnp.exp(x))),
 }
 ACTIVATIONS = {
   "silu": lambda g: g / (1 + jnp.exp(-g)),

@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+from maxtext_moe_te.errors import RefusedError
 from tests import helpers, tolerances
 
 pytestmark = pytest.mark.host
@@ -54,3 +55,11 @@ def test_equals_one_device(on_one_device, family, mesh_name):
     helpers.assert_close(
         actual, on_one_device(family, prefused), forward=tolerances.FLOAT32_FORWARD, gradient=tolerances.FLOAT32_GRADIENT
     )
+
+
+def test_an_axis_that_splits_tokens_and_width_is_refused():
+  config = helpers.maxtext_config("mixtral-8x7b", ici_tensor_sequence_parallelism=2, ici_fsdp_parallelism=4)
+  mesh = helpers.mesh_of(config, 8)
+  module = helpers.routed_moe(config, mesh)
+  with pytest.raises(RefusedError, match="a tensor_sequence axis of 2, which splits both the tokens and the experts' width"):
+    helpers.run_layer(config, mesh, helpers.our_call(), module, *helpers.layer_inputs(config))

@@ -59,7 +59,7 @@ def main(gpu: str, case: str) -> dict:
     )
     group.check()
     fake_group(group, outer)
-    transport = nccl_ep.NcclEpTransport(K, group.capacity)
+    transport = nccl_ep.NcclEpTransport(group)
   else:
     transport = LocalTransport(E, te.MXFP8_BLOCK if mxfp8 else 1)
   parts = block.Parts(transport=transport, grouped_matmul=te.grouped_matmul_mxfp8 if mxfp8 else te.grouped_matmul)

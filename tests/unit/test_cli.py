@@ -53,7 +53,7 @@ def test_help_is_fast():
 
 
 def test_words_are_taken_out_wherever_they_stand():
-  ours = ["moe_te.router=te", "overlay=a,b", "moe_te.metrics=False", "overlay=c", "moe_te.router=jax"]
+  ours = ["moe_te.router=auto", "overlay=a,b", "moe_te.metrics=False", "overlay=c", "moe_te.router=jax"]
   words = [ours[0], "base.yml", ours[1], "steps=3", *ours[2:], "--flag"]
   rest, spec, options = cli.split_words(words)
   assert rest == ["base.yml", "steps=3", "--flag"]
@@ -100,13 +100,13 @@ def one_line(capsys):
 def test_run_gives_the_module_its_words_and_the_environment(host, capsys):
   calls, _, folder = host
   (folder / "o.yml").write_text("steps: 3\nmoe_te: {router: jax, metrics: false}\nenv: {MOE_TE_TEST: overlay}\n")
-  status = cli.main(["run", "maxtext_stand_in.entry", f"overlay={folder}/o.yml", "base.yml", "moe_te.router=te", "--help"])
+  status = cli.main(["run", "maxtext_stand_in.entry", f"overlay={folder}/o.yml", "base.yml", "moe_te.router=auto", "--help"])
   assert status == 0
   argv = [f"{folder}/maxtext_stand_in/entry.py", "base.yml", "--help"]
   assert capsys.readouterr().out.strip() == str(("__main__", argv, "overlay"))
   ((overlay, options),) = calls
   assert overlay.maxtext == {"steps": 3}
-  assert (options.router, options.metrics) == ("te", False)
+  assert (options.router, options.metrics) == ("auto", False)
   os.environ.pop("MOE_TE_TEST")
 
 

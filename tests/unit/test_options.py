@@ -23,8 +23,8 @@ def test_defaults():
 
 def test_later_wins_and_the_rest_stays():
   first = MoeTeOptions.from_mapping({"router": "jax", "metrics": False}, "a.yml")
-  second = first.replace_from({"router": "te"}, "the command line")
-  assert (second.router, second.metrics) == ("te", False)
+  second = first.replace_from({"router": "auto"}, "the command line")
+  assert (second.router, second.metrics) == ("auto", False)
   assert first.router == "jax"
 
 
@@ -44,12 +44,12 @@ def test_every_choice_is_accepted(name):
   ("mapping", "text"),
   [
     (
-      {"ruoter": "te"},
-      "unknown option moe_te.ruoter in my.yml; needed: one of enabled, router, transport, experts, recipe, capacity_factor, metrics, unknown_host. "
-      "Fix: write moe_te.router.",
+      {"ruoter": "jax"},
+      "unknown option moe_te.ruoter in my.yml; needed: one of enabled, router, transport, experts, recipe, capacity_factor, metrics, "
+      "unknown_host. Fix: write moe_te.router.",
     ),
     ({"zzz": 1}, "Fix: remove moe_te.zzz."),
-    ({"router": "tee"}, "moe_te.router=tee in my.yml; needed: one of auto, jax, te. Fix: write moe_te.router=te."),
+    ({"router": "jaxx"}, "moe_te.router=jaxx in my.yml; needed: one of auto, jax. Fix: write moe_te.router=jax."),
     ({"experts": True}, "moe_te.experts=True in my.yml; needed: one of auto, reference, ragged_dot, blocked, te."),
     ({"enabled": "yes"}, "needed: true or false. Fix: write moe_te.enabled=true or moe_te.enabled=false."),
     ({"metrics": 1}, "moe_te.metrics=1 in my.yml; needed: true or false."),

@@ -47,8 +47,7 @@ def activate(rule: ExpertRule, gate: jax.Array, up: jax.Array) -> jax.Array:
   activated = function_named(rule.activation)(gate * rule.gate_scale if rule.gate_scale != 1.0 else gate)
   if rule.self_gated:
     activated = gate * activated
-  out = activated * (up + rule.up_offset if rule.up_offset else up)
-  return out
+  return activated * (up + rule.up_offset if rule.up_offset else up)
 
 
 def expert_mlp(

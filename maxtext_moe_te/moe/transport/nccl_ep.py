@@ -134,6 +134,22 @@ def bootstrap(group: Bootstrap, mesh: jax.sharding.Mesh, expert_axis: str) -> No
   _bootstrapped = group
 
 
+def check_local_devices() -> None:
+  """Refuses several GPUs in one process where Transformer Engine cannot borrow XLA's communicators.
+
+  Raises:
+    RefusedError: with the two ways out.
+  """
+  from transformer_engine.jax.cpp_extensions import ep
+
+  if jax.local_device_count() > 1 and not ep.use_nccl_comm_from_xla():
+    raise RefusedError(
+        found=f"{jax.local_device_count()} GPUs in one process, with a Transformer Engine or JAX that cannot share XLA's communicators",
+        needed="JAX 0.11.2 or newer and a Transformer Engine built against it, or one GPU per process",
+        fix="start one process per GPU, or set moe_te.transport=xla",
+    )
+
+
 def finalize() -> None:
   """Frees the group at the end of a run and leaves the distributed system, all processes together. Without one, does nothing.
 
@@ -159,14 +175,9 @@ def bootstrapped() -> Bootstrap | None:
 
 @dataclasses.dataclass(frozen=True)
 class NcclEpTransport:
-  """Attributes:
+  """Attributes: group: what the process's NCCL EP group is for."""
 
-  experts_per_token: K.
-  capacity: R, that of the bootstrap.
-  """
-
-  experts_per_token: int
-  capacity: int
+  group: Bootstrap
   name: str = "nccl_ep"
 
   def dispatch(self, x, experts, weights, *, distinct):
@@ -177,7 +188,14 @@ class NcclEpTransport:
           needed="a top-k selection",
           fix="set moe_te.transport=xla",
       )
-    call = _Call(experts_per_token=self.experts_per_token, tokens=x.shape[0], capacity=self.capacity)
+    group = self.group
+    if x.shape[0] > group.max_tokens_per_rank or (x.shape[1], experts.shape[1]) != (group.width, group.experts_per_token):
+      raise RefusedError(
+          found=f"{x.shape[0]} tokens of width {x.shape[1]} per rank, {experts.shape[1]} experts each, in an NCCL EP group for {group}",
+          needed="no more tokens than the group was made for, of its width and experts per token",
+          fix="set moe_te.transport=xla, or undo the change of logical_axis_rules that gives a rank more tokens",
+      )
+    call = _Call(experts_per_token=group.experts_per_token, tokens=x.shape[0], capacity=group.capacity)
     rows, row_weights, counts, received, handle = _dispatch(call, x, experts, weights.astype(jnp.float32))
     # The weights of padding rows are not promised to be numbers, and their rows enter the experts' weight gradients.
     row_weights = jnp.where(jnp.isfinite(row_weights), row_weights, 0)
