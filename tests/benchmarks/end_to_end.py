@@ -92,7 +92,8 @@ def run(name: str, variant: str, steps: int, timeout: int, profile: bool, extra:
     outputs = _run_ranks(command, spec["ranks"], timeout)
     rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     traced = kernels.of_trace(folder, steps=2) if profile and list(pathlib.Path(folder).rglob("perfetto*")) else None
-  result = {"module": module, "words": words[1:]} | ({"kernels": traced} if traced else {})
+  told = [word for word in words[1:] if not word.startswith(("metrics_file=", "base_output_directory="))]
+  result = {"module": module, "words": told} | ({"kernels": traced} if traced else {})
   peak = re.findall(r"PEAK_BYTES (\d+)", outputs[0])
   if any("killed after" in output for output in outputs):
     result["did_not_exit"] = [output[-1500:] for output in outputs]
