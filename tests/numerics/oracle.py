@@ -38,9 +38,9 @@ def results(spec: LayerSpec, arrays: dict, cotangent) -> dict:
     cotangent: [B,S,D], weights of the scalar that is differentiated; the load-balance loss enters it with factor 3.
 
   Returns:
-    dict of float64 arrays named as `contract.run_block` names them, and two distances below whose rounding two exact computations
-    may differ: `margin`, of the closest selection of any token from another one (0 for an exact tie), and `kink`, of the closest
-    value from where the activation's slope jumps.
+    dict of float64 arrays named as `contract.run_block` names them, and what tells how much rounding can matter: `margin`, how far
+    the closest selection of any token is from another one, exact ties left out; `kink`, how far the closest value is from where the
+    activation's slope jumps; `divisor`, the smallest sum by which weights are divided.
   """
   with jax.enable_x64(True):
     wide = lambda a: jnp.asarray(np.asarray(a, np.float64)) if jnp.issubdtype(a.dtype, jnp.floating) else jnp.asarray(a)
@@ -72,9 +72,9 @@ def name_gradients(d_x, d_logits, d_bias, d_expert_scale, d_weights) -> dict:
 
 
 def layer(spec, x, logits, inputs, weights):
-  """y [B,S,D], load-balance loss, rows [E], margin and kink, by name."""
+  """y [B,S,D], load-balance loss, rows [E], margin, kink and divisor, by name."""
   rule = spec.router
-  selected, weight, balance, margin = route(rule, logits, inputs)
+  selected, weight, balance, margin, divisor = route(rule, logits, inputs)
   seen = x[:, :, None] * weight[..., None] if rule.weight_on_input else jnp.broadcast_to(x[:, :, None], (*logits.shape, x.shape[-1]))
   computed, kink = experts(spec.expert, seen, weights)
   how_much = selected if rule.weight_on_input else selected * weight
@@ -83,12 +83,14 @@ def layer(spec, x, logits, inputs, weights):
   density = selected
   probability = jnp.exp(balance) / jnp.exp(balance).sum(-1, keepdims=True)
   if spec.balance_loss is BalanceLoss.MEGATRON_SEQUENCE:
-    density = best(balance, rule.experts_per_token)[0]
+    density, density_margin = best(balance, rule.experts_per_token)
+    margin = jnp.minimum(margin, density_margin)
     probability = balance / balance.sum(-1, keepdims=True)
   # mean over sequences of sum over experts of density times probability, times E
   per_sequence = (density.mean(1) / rule.experts_per_token * probability.mean(1)).sum(-1) * spec.num_experts
   loss = per_sequence.mean() * spec.load_balance_coefficient
-  return {"y": y, "load_balance_loss": loss, "rows_per_expert": selected.sum((0, 1)), "margin": margin, "kink": kink}
+  rounding = {"margin": margin, "kink": kink, "divisor": divisor}
+  return {"y": y, "load_balance_loss": loss, "rows_per_expert": selected.sum((0, 1)), **rounding}
 
 
 def experts(rule, x, weights):
@@ -110,7 +112,7 @@ def experts(rule, x, weights):
 
 
 def route(rule, logits, inputs):
-  """(how often each expert is selected [B,S,E], its weight [B,S,E], what the balance loss reads [B,S,E], margin)."""
+  """(how often each expert is selected [B,S,E], its weight [B,S,E], what the balance loss reads [B,S,E], margin, divisor)."""
   num_experts = logits.shape[-1]
   scores = SCORES[rule.score_function](logits)
   biased = scores if inputs.bias is None else scores + inputs.bias
@@ -141,23 +143,26 @@ def route(rule, logits, inputs):
     weight = jnp.exp(values) / jnp.exp(values).sum(-1, keepdims=True)
   else:
     weight = values
+  divisor = 1.0
   if rule.renormalize:
     # MaxText reads expert 0's score for an unused place and, of scores taken as they are, lets it into the sum.
     stray = unused * weight[..., :1] if rule.weighting is Weighting.SCORES else 0.0
     sum_of_weights = total(weight) + stray + rule.renormalize_epsilon
-    weight = weight / jnp.where(sum_of_weights == 0, 1.0, sum_of_weights)
+    sum_of_weights = jnp.where(sum_of_weights == 0, 1.0, sum_of_weights)
+    weight, divisor = weight / sum_of_weights, sum_of_weights.min()
   weight = weight * rule.scale
   if rule.expert_scale:
     weight = weight * inputs.expert_scale
-  return selected, 1 / (1 + jnp.exp(-weight)) if rule.weighting is Weighting.SIGMOID else weight, balance, margin
+  return selected, 1 / (1 + jnp.exp(-weight)) if rule.weighting is Weighting.SIGMOID else weight, balance, margin, divisor
 
 
 def best(values, count):
-  """(1 where a value is among the `count` largest of the last dim, the first of equals winning; the smallest gap to the next)."""
+  """(1 where a value is among the `count` largest of the last dim, the first of equals winning; the smallest gap to the next, if not 0)."""
   index = jnp.arange(values.shape[-1])
   mine, other = values[..., :, None], values[..., None, :]
   beaten_by = ((other > mine) | ((other == mine) & (index[None, :] < index[:, None]))).sum(-1)
   if count >= values.shape[-1]:
     return jnp.ones_like(values), jnp.inf
   ordered = jnp.sort(values, -1)[..., ::-1]
-  return (beaten_by < count).astype(values.dtype), (ordered[..., count - 1] - ordered[..., count]).min()
+  gap = ordered[..., count - 1] - ordered[..., count]
+  return (beaten_by < count).astype(values.dtype), jnp.where(gap == 0, jnp.inf, gap).min()

@@ -28,7 +28,7 @@ from tests.numerics import contract, oracle
 
 RESULT = Path(__file__).with_name("fuzz_result.json")
 CASES = 500
-CASES_PER_PROBLEM = 80  # in a long run; a short one has PROBLEMS
+CASES_PER_PROBLEM = 200  # in a long run; a short one has PROBLEMS
 PROBLEMS = 36
 # Where a score or an activation lies closer than this to where the result jumps, two exact computations may differ.
 MARGIN = 1e-6
@@ -145,12 +145,10 @@ def arrays_of(problem: Problem, seed: int, load: str, spread: float, unused: flo
     case "pairs":
       logits[..., 1::2] = logits[..., ::2]
     case "coarse":
-      logits = np.round(logits)
+      logits = np.round(logits) + 0.0  # no -0.0: top_k orders it before 0.0, which is no tie
     case "by sequence":
       logits += rng.normal(0, 4, (batch, 1, experts))
   rule = problem.spec.router
-  if problem.replayed or rule.selection is Selection.TABLE:
-    logits = np.maximum(logits, -3)  # whoever chose did not look: a score near zero would be divided by itself
   chosen = lambda: rng.integers(0, experts, (batch, sequence, rule.experts_per_token))
   table = jnp.asarray(chosen(), jnp.int32) if rule.selection is Selection.TABLE and not problem.replayed else None
   replayed = None
@@ -175,14 +173,12 @@ def arrays_of(problem: Problem, seed: int, load: str, spread: float, unused: flo
 def compare(problem: Problem, arrays, cotangent):
   """One case."""
   expected = oracle.results(problem.spec, arrays, cotangent)
-  # An exact tie is no doubt: the first of equals is selected.
-  hypothesis.assume(expected["margin"] == 0 or expected["margin"] > MARGIN)
-  hypothesis.assume(expected["kink"] > MARGIN)
+  hypothesis.assume(min(expected["margin"], expected["kink"]) > MARGIN)
   actual = contract.run_block(problem.spec, arrays, cotangent, layout=problem.layout, parts=problem.parts)
   assert actual.pop("overflow") == 0
-  # The router's gradients are differences of such terms and may cancel; then it is these that rounding is relative to.
-  terms = np.linalg.norm(expected["y"] * cotangent)
-  del expected["margin"], expected["kink"]
+  # The router's gradients are differences of such terms and may cancel, all of them if K = 1; then rounding is relative to these.
+  terms = np.linalg.norm(expected["y"] * cotangent) / min(expected["divisor"], 1.0)
+  del expected["margin"], expected["kink"], expected["divisor"]
   assert actual.keys() == expected.keys()
   for name, wanted in expected.items():
     bound = tolerances.FLOAT32_FORWARD if name in contract.FORWARD else tolerances.FLOAT32_GRADIENT
