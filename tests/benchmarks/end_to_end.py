@@ -62,6 +62,7 @@ RUNS = {
 VARIANTS = {
     "tokamax": ("maxtext.trainers.pre_train.train", dict(use_tokamax_gmm="true")),
     "te": ("maxtext_moe_te.train", {}),
+    "te-prefused": ("maxtext_moe_te.train", dict(prefuse_moe_weights="true")),
     "te-named-remat": ("maxtext_moe_te.train", dict(remat_policy="custom", **dict.fromkeys(SAVED, "device"))),
     "te-no-experts-remat": (
         "maxtext_moe_te.train",

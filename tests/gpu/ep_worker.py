@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import sys
+import tempfile
 
 SHAPES = {
     # experts, K, batch per rank, sequence, D, F
@@ -191,7 +192,7 @@ class Layer:
   def bench(self):
     import jax
 
-    from tests.benchmarks import record
+    from tests.benchmarks import kernels, record
 
     inputs, cotangent = self.on_mesh()
     step = jax.jit(self.value_and_gradients(self.layout, self.parts, self.spec))
@@ -202,6 +203,11 @@ class Layer:
     result |= {"ranks": self.args.ranks, "one_gpu": self.args.one_gpu, "capacity": self.group.capacity, "tflop_per_rank": tflop}
     ours = record.time_ms(step, inputs, cotangent)
     result["ours"] = ours | {"tflops": round(tflop / ours["median_ms"] * 1e3, 1)}
+    with tempfile.TemporaryDirectory() as folder:
+      with jax.profiler.trace(folder, create_perfetto_trace=True):
+        for _ in range(3):
+          jax.block_until_ready(step(inputs, cotangent))
+      result["kernels"] = kernels.of_trace(folder, steps=3)
     _, out = step(inputs, cotangent)[0]
     result["receive_rows_max"] = int(out.receive_rows_max.addressable_data(0))
     try:
