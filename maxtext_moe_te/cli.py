@@ -1,4 +1,4 @@
-"""The command line: `maxtext-moe-te train|run|demo|models`.
+"""The command line: `maxtext-moe-te train|run|demo|models|patch`.
 
 Owns the words it takes out of MaxText's arguments, how errors are shown, and exit statuses; no logic beyond that.
 Nothing heavy is imported before a command needs it, and jax not before the overlay's environment is in place.
@@ -27,7 +27,7 @@ KNOWN_MODULES = (
   "maxtext.trainers.post_train.distillation.train_distill",
   "maxtext.inference.decode",
 )
-_OWN_WORDS = {"train": 1, "run": 2, "demo": 1, "models": 1}  # how many words are ours; the rest belongs to MaxText or the tool
+_OWN_WORDS = {"train": 1, "run": 2, "demo": 1, "models": 1, "patch": 1}  # how many words are ours; the rest belongs to MaxText or the tool
 _ARGS = "what MaxText takes, and among it, anywhere: overlay=NAME|PATH[,…], moe_te.OPTION=VALUE"
 
 
@@ -55,6 +55,10 @@ def main(argv: list[str] | None = None) -> int:
       from maxtext_moe_te.tools import models
 
       return models.main(argv[own:])
+    if args.command == "patch":
+      from maxtext_moe_te.tools import patches
+
+      return patches.main(argv[own:])
     run(TRAIN if args.command == "train" else args.module, argv[own:])
     return 0
   except KeyboardInterrupt:
@@ -178,6 +182,7 @@ def _parser():
   entry.add_argument("module", metavar="MODULE", help=f"full name, for example {KNOWN_MODULES[1]}")
   commands.add_parser("demo", help="train a small model on this machine, on real text", add_help=False)
   commands.add_parser("models", help="MaxText's MoE models and how exact each is under the plugin", add_help=False)
+  commands.add_parser("patch", help="list, check, apply or revert the source patches for MaxText and TE", add_help=False)
   return parser
 
 

@@ -5,6 +5,7 @@
     ├── OverlayError           an overlay that is missing, malformed, or contradicts another
     ├── VersionError           a package that is missing or whose version is not supported
     ├── SeamError              a place in MaxText that is not what the plugin was written against
+    ├── PatchError             a source tree that the patches in patches/ were not made for, or an import hook that cannot be placed
     ├── RefusedError           a run that would not be exact, or would hang or abort, under the plugin
     └── CapacityError          a step that needed more receive capacity than the run was given
 
@@ -52,6 +53,10 @@ class VersionError(MoeTeError):
 
 class SeamError(MoeTeError):
   """A place in MaxText that is not what the plugin was written against."""
+
+
+class PatchError(MoeTeError):
+  """A source tree that the patches in patches/ were not made for, or an import hook that cannot be placed."""
 
 
 class RefusedError(MoeTeError):

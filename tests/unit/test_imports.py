@@ -26,6 +26,7 @@ def heavy_modules_after(code):
     "maxtext_moe_te.settings.overlay",
     "maxtext_moe_te.settings.xla_flags",
     "maxtext_moe_te.host.patching",
+    "maxtext_moe_te.tools.patches",
   ],
 )
 def test_import_is_light(module):
