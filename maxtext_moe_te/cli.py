@@ -100,6 +100,7 @@ def run(module: str, words: list[str]) -> None:
   """
   from maxtext_moe_te import activate, versions
   from maxtext_moe_te.settings import overlay as overlays
+  from maxtext_moe_te.settings import xla_flags
   from maxtext_moe_te.settings.config import MoeTeOptions
 
   rest, overlay_spec, option_words = split_words(words)
@@ -108,7 +109,9 @@ def run(module: str, words: list[str]) -> None:
   options = options.replace_from(option_words, "the command line")
 
   log = _configure_logging()
-  for line in overlays.apply_environment(overlay, os.environ) if overlay else ():
+  for line in overlays.apply_environment(overlay or overlays.Overlay(()), os.environ):
+    log.info(line)
+  for line in xla_flags.enforce(os.environ, strict=options.enabled):
     log.info(line)
   versions.check_maxtext(accept_unknown=options.unknown_host)
   _check_module(module)

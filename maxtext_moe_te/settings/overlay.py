@@ -75,26 +75,41 @@ def load(spec: str) -> Overlay:
   return overlay
 
 
-def apply_environment(overlay: Overlay, environ: MutableMapping[str, str]) -> list[str]:
-  """Sets an overlay's environment variables and XLA flags; what the user has set himself wins.
+def apply_environment(overlay: Overlay, environ: MutableMapping[str, str], profile: str = "") -> list[str]:
+  """Sets an overlay's environment variables and XLA flags, and those of a profile; what the user has set himself wins.
 
   Must run before jax is imported: both are read once.
 
   Args:
     overlay: the loaded overlay.
     environ: usually `os.environ`; changed in place.
+    profile: names of XLA flag profiles, joined by commas. The overlay's own flags win over them.
 
   Returns:
-    list[str]: one report line for each thing the user's environment takes from the overlay.
+    list[str]: one report line for each thing the user's environment takes from the overlay or the profile, or that was mended in it.
   """
-  flags, lost = xla_flags.merge(overlay.xla_flags, environ.get("XLA_FLAGS", ""))
   report = []
   for key, value in overlay.env.items():
-    if environ.setdefault(key, value) != value:
+    other = {xla_flags.MEMORY_FRACTIONS[i]: xla_flags.MEMORY_FRACTIONS[1 - i] for i in (0, 1)}.get(key)
+    if other and other in environ:  # two names of one setting; JAX refuses them together
+      report.append(f"environment variable {key}={value} of the overlay not used: the environment sets {other}={environ[other]}")
+    elif environ.setdefault(key, value) != value:
       report.append(f"environment variable {key}={value} of the overlay not used: the environment sets {environ[key]}")
-  if overlay.xla_flags:
-    environ["XLA_FLAGS"] = flags
-  return report + lost
+  text, mended = xla_flags.repair(environ.get("XLA_FLAGS", ""))
+  profiled = xla_flags.profile(profile)
+  report += mended + [
+    f"xla flag {name}={xla_flags.as_text(value)} of the profile {profile} not used: the overlay sets "
+    f"{xla_flags.as_text(overlay.xla_flags[name])}"
+    for name, value in profiled.items()
+    if overlay.xla_flags.get(name, value) != value
+  ]
+  rest = {name: value for name, value in profiled.items() if name not in overlay.xla_flags}
+  for flags, source in ((overlay.xla_flags, "the overlay"), (rest, f"the profile {profile}")):
+    text, lost = xla_flags.merge(flags, text, source)
+    report += lost
+  if text:
+    environ["XLA_FLAGS"] = text
+  return report
 
 
 def packaged() -> dict[str, Path]:

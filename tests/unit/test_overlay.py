@@ -115,7 +115,7 @@ def test_environment_without_flags_is_untouched():
 
 
 def test_xla_flags_text():
-  assert xla_flags.parse("--a=1 word --b '--c=x y' --a=2") == [("a", "1"), ("b", None), ("c", "x y"), ("a", "2")]
+  assert xla_flags.parse("--a=1 --b --c='x y' --a=2 word --d") == [("a", "1"), ("b", None), ("c", "x y"), ("a", "2")]
   assert xla_flags.format_flags({"a": True, "b": False, "c": 1.5, "d": "x"}) == "--a=true --b=false --c=1.5 --d=x"
   with pytest.raises(OverlayError, match="XLA_FLAGS=/some/file names a file of flags"):
     xla_flags.merge({"a": 1}, "/some/file")
