@@ -1,4 +1,4 @@
-"""The command line: `maxtext-moe-te train|run|demo|models|patch`.
+"""The command line: `maxtext-moe-te train|run|launch|demo|models|patch`.
 
 Owns the words it takes out of MaxText's arguments, how errors are shown, and exit statuses; no logic beyond that.
 Nothing heavy is imported before a command needs it, and jax not before the overlay's environment is in place.
@@ -27,7 +27,8 @@ KNOWN_MODULES = (
   "maxtext.trainers.post_train.distillation.train_distill",
   "maxtext.inference.decode",
 )
-_OWN_WORDS = {"train": 1, "run": 2, "demo": 1, "models": 1, "patch": 1}  # how many words are ours; the rest belongs to MaxText or the tool
+# How many words are ours; the rest belongs to MaxText or the tool.
+_OWN_WORDS = {"train": 1, "run": 2, "launch": 1, "demo": 1, "models": 1, "patch": 1}
 _ARGS = "what MaxText takes, and among it, anywhere: overlay=NAME|PATH[,…], moe_te.OPTION=VALUE"
 
 
@@ -59,14 +60,22 @@ def main(argv: list[str] | None = None) -> int:
       from maxtext_moe_te.tools import patches
 
       return patches.main(argv[own:])
+    if args.command == "launch":
+      from maxtext_moe_te.tools import launch
+
+      return launch.main(argv[own:])
     run(TRAIN if args.command == "train" else args.module, argv[own:])
     return 0
   except KeyboardInterrupt:
     return _leave(130)
+  except SystemExit as end:
+    if isinstance(end.code, int):
+      _leave(end.code)
+    raise
   except Exception as error:
     ours = _ours(error)
     if ours is None:
-      if _leaves_a_group():
+      if _others_wait():
         traceback.print_exc()
         return _leave(1)
       raise
@@ -74,14 +83,16 @@ def main(argv: list[str] | None = None) -> int:
     return _leave(ours.exit_status)
 
 
-def _leaves_a_group() -> bool:
-  nccl_ep = sys.modules.get("maxtext_moe_te.moe.transport.nccl_ep")
-  return nccl_ep is not None and nccl_ep.bootstrapped() is not None
+def _others_wait() -> bool:
+  """Whether a failed process would not end: JAX's exit waits for the other ranks, an NCCL EP communicator for what they send."""
+  jax, nccl_ep = sys.modules.get("jax"), sys.modules.get("maxtext_moe_te.moe.transport.nccl_ep")
+  distributed = jax is not None and hasattr(jax, "distributed") and jax.distributed.is_initialized()
+  return distributed or (nccl_ep is not None and nccl_ep.bootstrapped() is not None)
 
 
 def _leave(status: int) -> int:
-  """`status`; but a failed rank with an NCCL EP group ends here, for its communicator waits at exit for ranks that go on."""
-  if _leaves_a_group():
+  """`status`; but a failed rank of a distributed run ends here."""
+  if _others_wait():
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -102,6 +113,7 @@ def run(module: str, words: list[str]) -> None:
   from maxtext_moe_te.settings import overlay as overlays
   from maxtext_moe_te.settings import xla_flags
   from maxtext_moe_te.settings.config import MoeTeOptions
+  from maxtext_moe_te.tools import launch
 
   rest, overlay_spec, option_words = split_words(words)
   overlay = overlays.load(overlay_spec) if overlay_spec is not None else None
@@ -121,6 +133,8 @@ def run(module: str, words: list[str]) -> None:
       needed=f"{TRAIN}, or a capacity that nothing exceeds",
       fix="set moe_te.capacity_factor=0",
     )
+  if rank := launch.Rank.of_this_process():
+    rank.join()
   activate(overlay=overlay, options=options)
   sys.argv = [module, *rest]
   try:
@@ -183,6 +197,7 @@ def _parser():
     "run", help="any MaxText module with the plugin active", usage="maxtext-moe-te run MODULE ARGS", epilog=f"ARGS: {_ARGS}."
   )
   entry.add_argument("module", metavar="MODULE", help=f"full name, for example {KNOWN_MODULES[1]}")
+  commands.add_parser("launch", help="one process per GPU of this host: train or run, in several processes", add_help=False)
   commands.add_parser("demo", help="train a small model on this machine, on real text", add_help=False)
   commands.add_parser("models", help="MaxText's MoE models and how exact each is under the plugin", add_help=False)
   commands.add_parser("patch", help="list, check, apply or revert the source patches for MaxText and TE", add_help=False)

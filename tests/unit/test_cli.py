@@ -31,7 +31,7 @@ def heavy_after_help(argv, extra=""):
   return done.stdout, done.stdout.splitlines()[-1].split()[1:]
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["train", "--help"], ["run", "--help"]])
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["train", "--help"], ["run", "--help"], ["launch", "--help"]])
 def test_help_loads_nothing_heavy(argv):
   text, heavy = heavy_after_help(argv)
   assert heavy == []
