@@ -23,6 +23,11 @@ def activate(overlay=None, options=None):
     VersionError: MaxText is missing or of an unsupported version.
     SeamError: a place in MaxText is not what the plugin was written against. Nothing was changed.
   """
+  import os
+
+  from maxtext_moe_te.moe import te_runtime
+
+  te_runtime.prefer_pip_cudnn(os.environ)  # before anything imports Transformer Engine
   from maxtext_moe_te.host import seams  # imports MaxText and jax, so not before it is asked for
 
   return seams.activate(overlay=overlay, options=options)

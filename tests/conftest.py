@@ -29,6 +29,8 @@ def pytest_configure(config):
   os.environ.setdefault("DECOUPLE_GCLOUD", "TRUE")
   if not required(config, "gpu"):
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+  else:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # tests start processes on the same GPU
 
 
 def pytest_runtest_setup(item):

@@ -39,14 +39,15 @@ def _routed_moe(module, options, inputs, input_ids, gate_inputs, forced_routed_e
   inputs = inputs.astype(spec.dtype)
   layout = layout_of(module, inputs)
   gate_dtype = jnp.float32 if config.float32_gate_logits else config.dtype
+  logits = gate_logits(module.gate, inputs if gate_inputs is None else gate_inputs.astype(gate_dtype))
   out = block.moe_block(
       inputs,
-      gate_logits(module.gate, inputs if gate_inputs is None else gate_inputs.astype(gate_dtype)),
+      logits,
       router_inputs(module, spec.router, input_ids, forced_routed_experts),
       expert_weights(module, layout),
       spec=spec,
       layout=layout,
-      parts=parts.choose(options, layout, spec),
+      parts=parts.choose(options, layout, spec, logits.dtype),
   )
   if options.metrics or options.capacity_factor:
     metrics.sow(module, out)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from maxtext_moe_te import versions
 from maxtext_moe_te.errors import MoeTeError, RefusedError, VersionError
 from maxtext_moe_te.host import rules_from_config
-from maxtext_moe_te.moe import te_runtime
+from maxtext_moe_te.moe import routing, te_router, te_runtime
 from maxtext_moe_te.moe.block import GROUPED_MATMULS, LayerSpec, Layout, Parts
 from maxtext_moe_te.moe.experts import te
 from maxtext_moe_te.moe.transport import nccl_ep
@@ -24,25 +24,26 @@ log = logging.getLogger("maxtext_moe_te")
 EXPERT_AXIS = "expert"
 
 
-def choose(options: MoeTeOptions, layout: Layout, spec: LayerSpec) -> Parts:
-  """The parts for a layer on a mesh.
+def choose(options: MoeTeOptions, layout: Layout, spec: LayerSpec, logits_dtype) -> Parts:
+  """The parts for a layer on a mesh, whose gate computes logits in `logits_dtype`.
 
   Raises:
     RefusedError: a part that was asked for cannot serve this layer or mesh.
     VersionError: what a part needs is missing or of another version.
   """
   device = layout.mesh.devices.flat[0]
+  router, why_router = _router(options, device, spec, logits_dtype)
   experts, why_experts = _experts(options, device, spec)
   transport, why_transport = _transport(options, layout, spec, device, mxfp8=options.recipe == "mxfp8")
   _log_choice(
-      f"MoE layer on {device.platform}: router jax ({spec.router}); transport {transport.name}{why_transport}; "
+      f"MoE layer on {device.platform}: router {router}{why_router} ({spec.router}); transport {transport.name}{why_transport}; "
       f"experts {experts}{why_experts} ({spec.expert})"
   )
   if experts == "te":
     grouped_matmul = te.grouped_matmul_mxfp8 if options.recipe == "mxfp8" else te.grouped_matmul
   else:
     grouped_matmul = GROUPED_MATMULS[experts]
-  return Parts(transport=transport, grouped_matmul=grouped_matmul)
+  return Parts(transport=transport, grouped_matmul=grouped_matmul, route=te_router.route if router == "te" else routing.route)
 
 
 @functools.cache
@@ -57,7 +58,7 @@ def check_options(options: MoeTeOptions) -> None:
     VersionError: Transformer Engine is asked for and missing or unsupported.
     RefusedError: options that contradict each other.
   """
-  te_only = {"transport": "nccl_ep", "experts": "te", "recipe": "mxfp8"}
+  te_only = {"router": "te", "transport": "nccl_ep", "experts": "te", "recipe": "mxfp8"}
   asked = [f"moe_te.{option}={value}" for option, value in te_only.items() if getattr(options, option) == value]
   if asked:
     try:
@@ -76,6 +77,21 @@ def check_options(options: MoeTeOptions) -> None:
         needed="Transformer Engine's grouped GEMM",
         fix="set moe_te.experts=te",
     )
+
+
+def _router(options, device, spec, logits_dtype) -> tuple[str, str]:
+  """(name, reason in brackets or nothing)."""
+  if options.router != "te":
+    return "jax", ""
+  reason = te_router.reason_against(spec.router, logits_dtype) or ("a CPU" if device.platform == "cpu" else "")
+  if reason:
+    raise RefusedError(
+        found=f"moe_te.router=te for the rule ({spec.router}): {reason}",
+        needed="a rule that Transformer Engine's router computes exactly, on an NVIDIA GPU",
+        fix="set moe_te.router=auto",
+    )
+  versions.check("transformer-engine")
+  return "te", ""
 
 
 def _experts(options, device, spec) -> tuple[str, str]:

@@ -7,6 +7,7 @@ chosen by the caller (`Parts`), once.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -83,6 +84,7 @@ class Parts:
 
   transport: Transport
   grouped_matmul: GroupedMatmul
+  route: Callable[..., routing.Routing] = routing.route
 
 
 class MoeOutput(NamedTuple):
@@ -167,7 +169,7 @@ def _per_device(spec, layout, parts, x, logits, router_inputs, weights) -> MoeOu
     # The partial products over the split width are added up below; the bias must be in one of them only.
     weights = weights._replace(down_bias=jnp.where(jax.lax.axis_index(layout.width) == 0, weights.down_bias, 0))
 
-  routed = routing.route(spec.router, logits, router_inputs, dtype=spec.dtype)
+  routed = parts.route(spec.router, logits, router_inputs, dtype=spec.dtype)
   row_weights = routed.weights
   if spec.router.weight_on_input:
     x = (x * row_weights).astype(spec.dtype)

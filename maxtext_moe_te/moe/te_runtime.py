@@ -8,6 +8,7 @@ import functools
 import os
 import re
 import shutil
+from collections.abc import MutableMapping
 from pathlib import Path
 
 from maxtext_moe_te.errors import RefusedError, VersionError
@@ -131,6 +132,19 @@ def prepare_nccl_ep() -> None:
         fix=f"set NCCL_HOME to a folder with include/nccl.h of {dotted(found)}, or set moe_te.transport=xla",
     )
   os.environ.setdefault("NCCL_EP_JIT_BUILD_INCLUDE_DIR", str(headers))
+
+
+def prefer_pip_cudnn(environment: MutableMapping[str, str]) -> Path | None:
+  """Points Transformer Engine at the cuDNN that pip installed beside JAX, where there is one; returns its folder if it did.
+
+  JAX loads that one. Transformer Engine looks for a `libcudnn.so` of the system first, and two versions in one process fail on each
+  other's sub-libraries (CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED), after which its attention runs unfused and says nothing.
+  """
+  folder = next((root / "cudnn" for root in _pip_roots() if (root / "cudnn/lib/libcudnn.so.9").exists()), None)
+  if folder is None or "CUDNN_HOME" in environment or "CUDNN_PATH" in environment:
+    return None
+  environment["CUDNN_HOME"] = str(folder)
+  return folder
 
 
 def _nvcc() -> Path | None:

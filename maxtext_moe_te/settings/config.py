@@ -10,7 +10,7 @@ from typing import Any
 from maxtext_moe_te.errors import OptionError, nearest
 
 CHOICES = {
-  "router": ("auto", "jax"),
+  "router": ("auto", "jax", "te"),
   "transport": ("auto", "local", "xla", "nccl_ep"),
   "experts": ("auto", "reference", "ragged_dot", "blocked", "te"),
   "recipe": ("bf16", "mxfp8"),
@@ -25,7 +25,7 @@ class MoeTeOptions:
 
   Args:
     enabled: false leaves MaxText's own MoE layer in place; an overlay's MaxText keys still apply.
-    router: which router computes scores and expert choice.
+    router: what computes scores and chooses experts; te is Transformer Engine's kernel, for the rules it computes exactly.
     transport: what carries rows to the ranks that hold their experts.
     experts: what multiplies the rows with the expert weights.
     recipe: precision of Transformer Engine's grouped products; mxfp8 needs Blackwell.

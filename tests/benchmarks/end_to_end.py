@@ -7,14 +7,18 @@ A run that fails is recorded with its last line of output.
 """
 
 import argparse
+import dataclasses
+import glob
 import json
 import os
 import pathlib
 import re
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 
 from tests.benchmarks import kernels, record
 
@@ -59,10 +63,20 @@ RUNS = {
         ),
     ),
 }
+TUNED = dict(
+    prefuse_moe_weights="true",
+    param_scan_axis=0,
+    remat_policy="custom",
+    **dict.fromkeys([*SAVED, "moe_mlpwi_0", "moe_mlpwi_1"], "device"),
+    moe_x_sorted="remat",
+    moe_mlpwo="remat",
+)
 VARIANTS = {
     "tokamax": ("maxtext.trainers.pre_train.train", dict(use_tokamax_gmm="true")),
     "te": ("maxtext_moe_te.train", {}),
-    "te-prefused": ("maxtext_moe_te.train", dict(prefuse_moe_weights="true")),
+    # What a user with memory to spare sets: weights stored as they are computed with, and nothing recomputed but the sorted rows.
+    "te-tuned": ("maxtext_moe_te.train", TUNED),
+    "tokamax-tuned": ("maxtext.trainers.pre_train.train", TUNED | dict(use_tokamax_gmm="true")),
     "te-named-remat": ("maxtext_moe_te.train", dict(remat_policy="custom", **dict.fromkeys(SAVED, "device"))),
     "te-no-experts-remat": (
         "maxtext_moe_te.train",
@@ -82,25 +96,23 @@ def run(name: str, variant: str, steps: int, timeout: int, profile: bool, extra:
   """Runs one variant and returns its figures."""
   module, more = VARIANTS[variant]
   spec = RUNS[name]
-  base = pathlib.Path(_maxtext_folder()) / "configs" / "base.yml"
+  words = COMMON | spec["words"] | more | dict(steps=steps) | dict(word.split("=", 1) for word in extra)
+  if profile:
+    os.environ["JAX_LOG_COMPILES"] = "1"
+    words |= dict(profiler="xplane", skip_first_n_steps_for_profiler=steps - 3, profiler_steps=2)
   with tempfile.TemporaryDirectory() as folder:
-    metrics = pathlib.Path(folder) / "metrics.jsonl"
-    words = COMMON | spec["words"] | more | dict(steps=steps, base_output_directory=folder, metrics_file=metrics)
-    if profile:
-      words |= dict(profiler="xplane", skip_first_n_steps_for_profiler=steps - 3, profiler_steps=2)
-    words = [str(base), *(f"{key}={value}" for key, value in words.items()), *extra]
-    command = [sys.executable, "-m", "tests.benchmarks.peak", module, *words]
-    outputs = _run_ranks(command, spec["ranks"], timeout)
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    outputs, rows = run_ranks(module, words, spec["ranks"], pathlib.Path(folder), timeout)
     traced = kernels.of_trace(folder, steps=2) if profile and list(pathlib.Path(folder).rglob("perfetto*")) else None
-  told = [word for word in words[1:] if not word.startswith(("metrics_file=", "base_output_directory="))]
-  result = {"module": module, "words": told} | ({"kernels": traced} if traced else {})
-  peak = re.findall(r"PEAK_BYTES (\d+)", outputs[0])
-  if any("killed after" in output for output in outputs):
-    result["did_not_exit"] = [output[-1500:] for output in outputs]
+  result = {"module": module, "words": [f"{key}={value}" for key, value in words.items()]}
+  result |= {"exit_statuses": outputs.statuses} | ({"kernels": traced} if traced else {})
+  if outputs.hung:
+    result["did_not_exit"] = outputs.tail()
   if len(rows) < steps:
-    lines = [line for line in outputs[0].splitlines() if line.strip() and "frozen" not in line]
-    return result | {"error": " | ".join(lines[-3:])[-700:], "steps_done": len(rows)}
+    return result | {"error": outputs.tail(700), "steps_done": len(rows)}
+  if profile:
+    _, _, late = outputs.texts[0].partition("completed step: 2,")
+    result["compilations_after_step_2"] = re.findall(r"Finished XLA compilation of (\S+)", late)
+  peak = re.findall(r"PEAK_BYTES (\d+)", outputs.texts[0])
   timed = rows[steps // 3 :]
   median = lambda key: statistics.median(row[key] for row in timed)
   return result | {
@@ -112,29 +124,81 @@ def run(name: str, variant: str, steps: int, timeout: int, profile: bool, extra:
   }
 
 
-def _run_ranks(command, ranks, timeout):
-  environment = dict(os.environ)
-  processes = []
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+  """What the ranks of a run printed.
+
+  Attributes:
+    texts: of each rank.
+    statuses: exit status of each rank, None for one that was killed because it did not end in time.
+  """
+
+  texts: list[str]
+  statuses: list[int | None]
+
+  @property
+  def hung(self) -> bool:
+    return None in self.statuses
+
+  def tail(self, length: int = 1500) -> str:
+    """The end of what was printed by the first rank that failed, or by rank 0."""
+    failed = next((rank for rank, status in enumerate(self.statuses) if status != 0), 0)
+    lines = [line for line in self.texts[failed].splitlines() if line.strip() and "frozen" not in line]
+    return f"rank {failed}, exit status {self.statuses[failed]}: " + " | ".join(lines)[-length:]
+
+
+def run_ranks(module: str, words: dict, ranks: int, folder: pathlib.Path, timeout: int, share_memory: bool = False):
+  """Runs MaxText in one process per rank on this host.
+
+  Args:
+    module: what to run.
+    words: its key=value arguments, but for where it writes.
+    ranks: how many processes; with fewer GPUs they share GPU 0.
+    folder: for what the runs write.
+    timeout: seconds, after which all are killed.
+    share_memory: let other runs use the same GPUs.
+
+  Returns:
+    (Outputs, rank 0's metrics by step)
+  """
+  gpus = len(glob.glob("/dev/nvidia[0-9]*"))
+  base = pathlib.Path(_maxtext_folder()) / "configs" / "base.yml"
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+  processes, logs = [], []
   for rank in range(ranks):
+    environment = dict(os.environ)
+    if share_memory:
+      environment |= dict(XLA_PYTHON_CLIENT_PREALLOCATE="false")
     if ranks > 1:
       environment |= dict(
           JAX_COORDINATOR_IP="127.0.0.1",
-          JAX_COORDINATOR_PORT="34781",
+          JAX_COORDINATOR_PORT=str(port),
           NNODES=str(ranks),
           NODE_RANK=str(rank),
-          SLURM_STEP_GPUS=str(rank),  # MaxText reads the rank's device from here
+          SLURM_STEP_GPUS=str(rank if gpus >= ranks else 0),  # MaxText reads the rank's device from here
       )
-    processes.append(
-        subprocess.Popen(command, env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    )
-  outputs = []
+      if gpus < ranks:
+        environment |= dict(NCCL_MULTI_RANK_GPU_ENABLE="1")
+    output = folder / str(rank)
+    output.mkdir(parents=True)
+    own = dict(base_output_directory=output, metrics_file=output / "metrics.jsonl")  # each rank writes its own
+    command = [sys.executable, "-m", "tests.benchmarks.peak", module, str(base), *(f"{k}={v}" for k, v in (words | own).items())]
+    logs.append(output / "log")
+    with open(logs[-1], "w") as log:
+      processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+  statuses, end = [], time.monotonic() + timeout
   for process in processes:
     try:
-      outputs.append(process.communicate(timeout=timeout)[0])
+      statuses.append(process.wait(max(0.0, end - time.monotonic())))
     except subprocess.TimeoutExpired:
       process.kill()
-      outputs.append(process.communicate()[0] + f"\nkilled after {timeout} s")
-  return outputs
+      process.wait()
+      statuses.append(None)
+  metrics = folder / "0" / "metrics.jsonl"
+  texts = [log.read_text(errors="replace") for log in logs]
+  return Outputs(texts, statuses), [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
 
 
 def _maxtext_folder():

@@ -20,7 +20,7 @@ CLASSES = (
 
 
 def of_trace(folder, *, steps: int) -> dict:
-  """Milliseconds per step by kernel class and for the 25 longest kernels.
+  """Milliseconds per step by kernel class and for the 25 longest kernels; copies to the host and launches of CUDA graphs per step.
 
   Args:
     folder: what was given to `jax.profiler.trace`.
@@ -31,7 +31,13 @@ def of_trace(folder, *, steps: int) -> dict:
   names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
   threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
   time, count = collections.Counter(), collections.Counter()
+  copies, graphs = collections.Counter(), 0
   for event in events:
+    if event.get("ph") == "X" and "GraphLaunch" in event["name"]:
+      graphs += 1 / steps
+    if event.get("ph") == "X" and "MemcpyD2H" in event["name"]:
+      details = event.get("args", {})
+      copies[str(details.get("memcpy_details", details))] += 1 / steps
     on_gpu = "GPU" in names.get(event.get("pid"), "") and "Stream" in threads.get((event.get("pid"), event.get("tid")), "")
     if event.get("ph") == "X" and on_gpu:
       time[event["name"]] += event["dur"] / 1e3 / steps
@@ -40,6 +46,8 @@ def of_trace(folder, *, steps: int) -> dict:
   for name, ms in time.items():
     classes[next((label for label, pattern in CLASSES if re.search(pattern, name)), "other")] += ms
   return {
+      "copies_to_host": dict(copies.most_common(8)),
+      "graph_launches": round(graphs, 1),
       "by_class_ms": {label: round(ms, 3) for label, ms in classes.most_common()},
       "longest": [
           {"kernel": name[:120], "ms": round(ms, 3), "launches": round(count[name], 1)} for name, ms in time.most_common(25)

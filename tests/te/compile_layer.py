@@ -1,6 +1,6 @@
 """Compiles the layer with Transformer Engine's parts for described GPUs and prints what came out: compile_layer GPU CASE.
 
-Cases: local, local-mxfp8, expert4 (fsdp 2 x expert 4), expert4-mxfp8, unscanned.
+Cases: local, local-mxfp8, expert4 (fsdp 2 x expert 4), expert4-mxfp8, unscanned, router.
 """
 
 import collections
@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxtext_moe_te.moe import block, routing
+from maxtext_moe_te.moe import block, routing, te_router
 from maxtext_moe_te.moe.experts import te
 from maxtext_moe_te.moe.experts.base import ExpertWeights
 from maxtext_moe_te.moe.rules import ExpertRule, RouterRule
@@ -62,7 +62,11 @@ def main(gpu: str, case: str) -> dict:
     transport = nccl_ep.NcclEpTransport(group)
   else:
     transport = LocalTransport(E, te.MXFP8_BLOCK if mxfp8 else 1)
-  parts = block.Parts(transport=transport, grouped_matmul=te.grouped_matmul_mxfp8 if mxfp8 else te.grouped_matmul)
+  parts = block.Parts(
+      transport=transport,
+      grouped_matmul=te.grouped_matmul_mxfp8 if mxfp8 else te.grouped_matmul,
+      route=te_router.route if case == "router" else routing.route,
+  )
   spec = block.LayerSpec(
       num_experts=E,
       router=RouterRule(experts_per_token=K),

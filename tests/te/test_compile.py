@@ -23,6 +23,8 @@ CASES = {
     ("H100", "local"): GROUPED,
     ("H100", "expert4"): GROUPED | EXPERT_PARALLEL,
     ("H100", "unscanned"): {"te_grouped_gemm_v2_ffi": 18},
+    ("H100", "router"): GROUPED
+    | {"te_fused_topk_with_score_function_forward_ffi": 2, "te_fused_topk_with_score_function_backward_ffi": 1},
     ("GB200", "local"): GROUPED,
     ("GB200", "expert4"): GROUPED | EXPERT_PARALLEL,
     ("GB200", "local-mxfp8"): GROUPED,

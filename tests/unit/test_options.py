@@ -49,7 +49,7 @@ def test_every_choice_is_accepted(name):
       "unknown_host. Fix: write moe_te.router.",
     ),
     ({"zzz": 1}, "Fix: remove moe_te.zzz."),
-    ({"router": "jaxx"}, "moe_te.router=jaxx in my.yml; needed: one of auto, jax. Fix: write moe_te.router=jax."),
+    ({"router": "jaxx"}, "moe_te.router=jaxx in my.yml; needed: one of auto, jax, te. Fix: write moe_te.router=jax."),
     ({"experts": True}, "moe_te.experts=True in my.yml; needed: one of auto, reference, ragged_dot, blocked, te."),
     ({"enabled": "yes"}, "needed: true or false. Fix: write moe_te.enabled=true or moe_te.enabled=false."),
     ({"metrics": 1}, "moe_te.metrics=1 in my.yml; needed: true or false."),

@@ -92,3 +92,23 @@ def test_each_missing_tool_is_named(tools, versions, monkeypatch):
   monkeypatch.delenv("NCCL_EP_JIT_NVCC")
   with pytest.raises(RefusedError, match="no nvcc"):
     te_runtime.prepare_nccl_ep()
+
+
+def test_cudnn_beside_jax_comes_before_the_systems(monkeypatch, tmp_path):
+  monkeypatch.setattr(te_runtime, "_pip_roots", lambda: [tmp_path])
+  environment = {}
+  assert te_runtime.prefer_pip_cudnn(environment) is None, "none was installed by pip"
+  (tmp_path / "cudnn/lib").mkdir(parents=True)
+  (tmp_path / "cudnn/lib/libcudnn.so.9").touch()
+  assert te_runtime.prefer_pip_cudnn(environment) == tmp_path / "cudnn"
+  assert environment == {"CUDNN_HOME": str(tmp_path / "cudnn")}
+
+
+@pytest.mark.parametrize("name", ["CUDNN_HOME", "CUDNN_PATH"])
+def test_a_users_cudnn_stays(monkeypatch, tmp_path, name):
+  (tmp_path / "cudnn/lib").mkdir(parents=True)
+  (tmp_path / "cudnn/lib/libcudnn.so.9").touch()
+  monkeypatch.setattr(te_runtime, "_pip_roots", lambda: [tmp_path])
+  environment = {name: "/opt/cudnn"}
+  assert te_runtime.prefer_pip_cudnn(environment) is None
+  assert environment == {name: "/opt/cudnn"}
