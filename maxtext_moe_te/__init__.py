@@ -25,8 +25,10 @@ def activate(overlay=None, options=None):
   """
   import os
 
+  from maxtext_moe_te import hook
   from maxtext_moe_te.moe import te_runtime
 
+  hook.withdraw()  # who activates the plugin himself decides on the overlay
   te_runtime.prefer_pip_cudnn(os.environ)  # before anything imports Transformer Engine
   from maxtext_moe_te.host import seams  # imports MaxText and jax, so not before it is asked for
 

@@ -1,4 +1,4 @@
-"""The command line: `maxtext-moe-te train|run|launch|demo|models|patch`.
+"""The command line: `maxtext-moe-te train|run|launch|demo|models|patch|enable|disable|status`.
 
 Owns the words it takes out of MaxText's arguments, how errors are shown, and exit statuses; no logic beyond that.
 Nothing heavy is imported before a command needs it, and jax not before the overlay's environment is in place.
@@ -27,8 +27,6 @@ KNOWN_MODULES = (
   "maxtext.trainers.post_train.distillation.train_distill",
   "maxtext.inference.decode",
 )
-# How many words are ours; the rest belongs to MaxText or the tool.
-_OWN_WORDS = {"train": 1, "run": 2, "launch": 1, "demo": 1, "models": 1, "patch": 1}
 _ARGS = "what MaxText takes, and among it, anywhere: overlay=NAME|PATH[,…], moe_te.OPTION=VALUE"
 
 
@@ -43,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
   """
   argv = sys.argv[1:] if argv is None else list(argv)
   # argparse sees only our own words: it would take `--help` and friends out of MaxText's.
-  own = _OWN_WORDS.get(argv[0], len(argv)) if argv else 0
+  own = len(argv) if not argv or argv[0].startswith("-") else 2 if argv[0] == "run" else 1
   if argv in (["train", "-h"], ["train", "--help"]):
     own = 2
   args = _parser().parse_args(argv[:own])
@@ -64,6 +62,10 @@ def main(argv: list[str] | None = None) -> int:
       from maxtext_moe_te.tools import launch
 
       return launch.main(argv[own:])
+    if args.command in ("enable", "disable", "status"):
+      from maxtext_moe_te.tools import enable
+
+      return enable.main(args.command, argv[own:])
     run(TRAIN if args.command == "train" else args.module, argv[own:])
     return 0
   except KeyboardInterrupt:
@@ -110,21 +112,9 @@ def run(module: str, words: list[str]) -> None:
     MoeTeError: anything that can be explained in one line.
   """
   from maxtext_moe_te import activate, versions
-  from maxtext_moe_te.settings import overlay as overlays
-  from maxtext_moe_te.settings import xla_flags
-  from maxtext_moe_te.settings.config import MoeTeOptions
   from maxtext_moe_te.tools import launch
 
-  rest, overlay_spec, option_words = split_words(words)
-  overlay = overlays.load(overlay_spec) if overlay_spec is not None else None
-  options = MoeTeOptions.from_mapping(overlay.moe_te, overlay_spec) if overlay else MoeTeOptions()
-  options = options.replace_from(option_words, "the command line")
-
-  log = _configure_logging()
-  for line in overlays.apply_environment(overlay or overlays.Overlay(()), os.environ):
-    log.info(line)
-  for line in xla_flags.enforce(os.environ, strict=options.enabled):
-    log.info(line)
+  rest, overlay, options = settle(words)
   versions.check_maxtext(accept_unknown=options.unknown_host)
   _check_module(module)
   if options.capacity_factor and module != TRAIN:
@@ -145,6 +135,41 @@ def run(module: str, words: list[str]) -> None:
   from maxtext_moe_te.moe.transport import nccl_ep
 
   nccl_ep.finalize()  # left to the interpreter's exit, its communicator keeps the process from ending
+
+
+def settle(words: list[str]) -> tuple:
+  """Reads overlay and options from the words, or the overlay from its variable, and puts the environment in place.
+
+  Args:
+    words: MaxText's arguments and, among them, ours.
+
+  Returns:
+    tuple: the other words; the `Overlay` or None; the `MoeTeOptions`.
+
+  Raises:
+    MoeTeError: anything that can be explained in one line.
+  """
+  from maxtext_moe_te import hook
+  from maxtext_moe_te.settings import overlay as overlays
+  from maxtext_moe_te.settings import xla_flags
+  from maxtext_moe_te.settings.config import MoeTeOptions
+
+  rest, overlay_spec, option_words = split_words(words)
+  from_variable = overlay_spec is None and bool(os.environ.get(hook.VARIABLE))
+  if from_variable:
+    overlay_spec = os.environ[hook.VARIABLE]
+  overlay = overlays.load(overlay_spec) if overlay_spec is not None else None
+  options = MoeTeOptions.from_mapping(overlay.moe_te, overlay_spec) if overlay else MoeTeOptions()
+  options = options.replace_from(option_words, "the command line")
+
+  log = _configure_logging()
+  if from_variable:
+    log.info("overlay %s, from %s", overlay_spec, hook.VARIABLE)
+  for line in overlays.apply_environment(overlay or overlays.Overlay(()), os.environ):
+    log.info(line)
+  for line in xla_flags.enforce(os.environ, strict=options.enabled):
+    log.info(line)
+  return rest, overlay, options
 
 
 def split_words(words: list[str]) -> tuple[list[str], str | None, dict]:
@@ -201,6 +226,9 @@ def _parser():
   commands.add_parser("demo", help="train a small model on this machine, on real text", add_help=False)
   commands.add_parser("models", help="MaxText's MoE models and how exact each is under the plugin", add_help=False)
   commands.add_parser("patch", help="list, check, apply or revert the source patches for MaxText and TE", add_help=False)
+  commands.add_parser("enable", help="let MAXTEXT_MOE_TE_OVERLAY switch the plugin on under MaxText's own command", add_help=False)
+  commands.add_parser("disable", help="take that back", add_help=False)
+  commands.add_parser("status", help="whether it is, and what MaxText's own command would do now", add_help=False)
   return parser
 
 

@@ -29,7 +29,7 @@ class Seam:
   Args:
     target: "package.module:Attr.path"; the last name must be the owner's own, not inherited.
     replace: takes the original, returns what takes its place.
-    fingerprints: host version to fingerprint, see `fingerprint`.
+    fingerprints: host version to fingerprint, see `fingerprint`; "VERSION patched" for the source as patches/ leaves it.
     reason: why this place is replaced, in a few words.
     relies_on: further targets whose source the replacement counts on; part of the fingerprint.
   """
@@ -124,7 +124,8 @@ def apply_all(seams: Sequence[Seam], *, host_version: str, accept_unknown: bool 
   if twice:
     raise SeamError(found=f"two seams for {', '.join(twice)}", needed="one seam per target", fix="join the two replacements")
   places = [(seam, *_resolve(seam.target)) for seam in seams]
-  changed = [seam.target for seam in seams if _fingerprint_of(seam) != seam.fingerprints.get(host_version)]
+  recorded = lambda seam: [seam.fingerprints.get(version) for version in (host_version, f"{host_version} patched")]
+  changed = [seam.target for seam in seams if _fingerprint_of(seam) not in recorded(seam)]
   if changed and not accept_unknown:
     raise SeamError(
       found=f"the source of {', '.join(changed)} is not what the plugin was written against (host version {host_version})",

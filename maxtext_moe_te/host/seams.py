@@ -166,7 +166,10 @@ def _honest_context(original):
 TRANSFORMER_ENGINE_CONTEXT = Seam(
     target="maxtext.utils.max_utils:transformer_engine_context",
     replace=_honest_context,
-    fingerprints={"0.2.5": "b4adb6c9c54d8e19c9ada8a04ec2c7d63cc37893e1364eafe1a63200d57eb0ac"},
+    fingerprints={
+        "0.2.5": "b4adb6c9c54d8e19c9ada8a04ec2c7d63cc37893e1364eafe1a63200d57eb0ac",
+        "0.2.5 patched": "39da9665ab67a3b9583c98fd0b2234803dded5eff7d6a95472de80e5eee6e255",
+    },
     reason="errors of the run surface as they are",
 )
 

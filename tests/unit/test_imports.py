@@ -27,6 +27,8 @@ def heavy_modules_after(code):
     "maxtext_moe_te.settings.xla_flags",
     "maxtext_moe_te.host.patching",
     "maxtext_moe_te.tools.patches",
+    "maxtext_moe_te.tools.enable",
+    "maxtext_moe_te.hook",
   ],
 )
 def test_import_is_light(module):

@@ -109,6 +109,14 @@ def test_changed_source_is_refused_before_any_change(victim, fingerprints):
   assert victim.free(1) == 2
 
 
+def test_the_source_as_patched_is_known_too(victim):
+  with patching.apply_all(
+    [seam("victim_module:free", fingerprints={"1.0": "0" * 64, "1.0 patched": patching.fingerprint("victim_module:free")})],
+    host_version="1.0",
+  ):
+    assert victim.free(1) == "new"
+
+
 def test_changed_source_can_be_accepted_and_is_warned_about(victim, caplog):
   with patching.apply_all([seam("victim_module:free", fingerprints={})], host_version="1.0", accept_unknown=True):
     assert victim.free(1) == "new"

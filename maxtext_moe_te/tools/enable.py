@@ -1,0 +1,123 @@
+"""`maxtext-moe-te enable|disable|status`: the .pth file through which `MAXTEXT_MOE_TE_OVERLAY` reaches MaxText's unchanged command.
+
+The file is entered in the RECORD of the installed package, so that uninstalling the package removes it too. What it does once the
+variable is set is in `hook`. Imports neither jax nor MaxText.
+"""
+
+import argparse
+import base64
+import hashlib
+import importlib.metadata
+import os
+import site
+from pathlib import Path
+
+from maxtext_moe_te import hook
+from maxtext_moe_te.errors import PatchError
+from maxtext_moe_te.tools import patches
+
+_ABOUT = {
+  "enable": f"let {hook.VARIABLE} switch the plugin on under MaxText's own command, in this Python environment",
+  "disable": "take that back",
+  "status": "whether it is, and what MaxText's own command would do now",
+}
+
+
+def main(action: str, words: list[str]) -> int:
+  """Runs one of the three commands.
+
+  Returns:
+    int: 0.
+
+  Raises:
+    PatchError: the package is not where Python reads .pth files, or its folder cannot be written. Nothing was changed.
+  """
+  argparse.ArgumentParser(prog=f"maxtext-moe-te {action}", description=_ABOUT[action]).parse_args(words)
+  pth, record = places()
+  if action != "status":
+    try:
+      (enable if action == "enable" else disable)(pth, record)
+    except OSError as error:
+      raise PatchError(
+        found=f"{error.filename} cannot be written ({error.strerror})",
+        needed="write access to the folder of installed packages",
+        fix="run it as the user who installed the package",
+      ) from error
+  print(status(pth, record))
+  return 0
+
+
+def places() -> tuple[Path, Path | None]:
+  """Where the .pth file belongs, and the RECORD of the package if there is one."""
+  try:
+    distribution = importlib.metadata.distribution("maxtext-moe-te")
+    folder = Path(distribution.locate_file("")).resolve()
+    record = next((Path(file.locate()) for file in distribution.files or () if file.name == "RECORD"), None)
+  except importlib.metadata.PackageNotFoundError:
+    folder, record = Path(__file__).resolve().parents[2], None
+  read = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
+  if folder not in (Path(place).resolve() for place in read):
+    raise PatchError(
+      found=f"maxtext-moe-te is installed in {folder}, where Python reads no .pth files",
+      needed=f"an installation in {' or '.join(read)}",
+      fix="pip install maxtext-moe-te in the environment that runs MaxText",
+    )
+  return folder / hook.PTH, record
+
+
+def enable(pth: Path, record: Path | None) -> None:
+  """Writes the file and its line in RECORD, each if it is not there."""
+  if record is not None:
+    content = record.read_bytes()
+    if _record_line(content) not in content:
+      _replace(record, _without_line(content) + _record_line(content))
+  if not pth.is_file() or pth.read_text() != hook.PTH_LINE:
+    _replace(pth, hook.PTH_LINE.encode())
+
+
+def disable(pth: Path, record: Path | None) -> None:
+  """The reverse of `enable`: RECORD is byte for byte what it was."""
+  pth.unlink(missing_ok=True)
+  if record is not None:
+    content = record.read_bytes()
+    if _without_line(content) != content:
+      _replace(record, _without_line(content))
+
+
+def status(pth: Path, record: Path | None) -> str:
+  """What is in place and what follows from it, a line each."""
+  written = pth.is_file()
+  right = written and pth.read_text() == hook.PTH_LINE
+  kept = ", not in RECORD: run `maxtext-moe-te disable` before uninstalling" if written and not _recorded(record) else ""
+  lines = [f"import hook: {'enabled' if right else 'of another version, enable it again' if written else 'disabled'} ({pth}{kept})"]
+  root = patches.find("maxtext")
+  state = patches.inspect(patches.load(), "maxtext", root)
+  lines.append(f"MaxText: {'not installed' if root is None else f'in {root}, patches {state.state}'}")
+  overlay = os.environ.get(hook.VARIABLE)
+  lines.append(f"{hook.VARIABLE}: {overlay or 'not set'}")
+  reached = right or state.state == patches.APPLIED
+  lines.append(f"python -m maxtext.…: {f'under the plugin, overlay {overlay}' if overlay and reached else 'plain MaxText'}")
+  return "\n".join(lines)
+
+
+def _recorded(record):
+  return record is not None and _record_line(record.read_bytes()) in record.read_bytes()
+
+
+def _record_line(content):
+  """The file's line in RECORD, with the line ending of the others."""
+  digest = base64.urlsafe_b64encode(hashlib.sha256(hook.PTH_LINE.encode()).digest()).rstrip(b"=")
+  end = b"\r\n" if b"\r\n" in content else b"\n"
+  return b"%s,sha256=%s,%d%s" % (hook.PTH.encode(), digest, len(hook.PTH_LINE), end)
+
+
+def _without_line(content):
+  return b"".join(line for line in content.splitlines(keepends=True) if not line.startswith(hook.PTH.encode() + b","))
+
+
+def _replace(path, content):
+  staged = path.with_name(f"{path.name}.new")
+  staged.write_bytes(content)
+  if path.exists():
+    staged.chmod(path.stat().st_mode)
+  os.replace(staged, path)

@@ -1,0 +1,186 @@
+"""`MAXTEXT_MOE_TE_OVERLAY` under the unchanged command, on a MaxText that only prints; each case in its own interpreter."""
+
+import base64
+import hashlib
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from maxtext_moe_te import hook
+from maxtext_moe_te.errors import PatchError
+from maxtext_moe_te.tools import enable
+
+HOST = {
+  "maxtext/__init__.py": "import os\nprint('maxtext starts, XLA_FLAGS', os.environ.get('XLA_FLAGS'))\n",
+  "maxtext/configs/pyconfig.py": "def initialize(argv=None):\n  return f'config of {argv}'\ninitialize_pydantic = initialize\n",
+  "maxtext/trainers/pre_train/train.py": (
+    "import sys\nfrom maxtext.configs import pyconfig\nif __name__ == '__main__':\n  print('plain', sys.argv)\n"
+  ),
+  "maxtext/tool/__init__.py": "",
+  "maxtext/tool/__main__.py": "print('plain tool')\n",
+  "other/program.py": "from maxtext.configs.pyconfig import initialize\nprint(initialize(['x']))\nprint(initialize(['y']))\n",
+}
+# What the .pth file runs, with our command line and activation replaced by ones that say that they were called.
+START = """
+import os, sys
+{line}
+if os.environ.get("MAXTEXT_MOE_TE_OVERLAY") and "maxtext_moe_te" in sys.modules:
+  import maxtext_moe_te
+  from maxtext_moe_te import cli
+  cli.main = lambda argv: (print("ours", argv, sys.argv[0].rpartition("/")[2]), 7)[1]
+  maxtext_moe_te.activate = lambda overlay, options: (print("activated", *overlay.names), maxtext_moe_te.hook.withdraw())
+"""
+TRAIN = "maxtext.trainers.pre_train.train"
+
+
+@pytest.fixture
+def host(tmp_path):
+  for path, text in HOST.items():
+    (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / path).write_text(text)
+  (tmp_path / "sitecustomize.py").write_text(START.format(line=hook.PTH_LINE))
+  (tmp_path / "flags.yml").write_text("xla_flags: {xla_force_host_platform_device_count: 3}\n")
+  return tmp_path
+
+
+def python(host, *words, variable="flags.yml", status=0):
+  environment = {key: value for key, value in os.environ.items() if key not in (hook.VARIABLE, "XLA_FLAGS")}
+  environment["PYTHONPATH"] = f"{host}{os.pathsep}{os.getcwd()}"
+  if variable is not None:
+    environment[hook.VARIABLE] = variable
+  done = subprocess.run([sys.executable, *words], cwd=host, env=environment, capture_output=True, text=True)
+  assert done.returncode == status, done.stderr
+  return done.stdout.splitlines(), done.stderr
+
+
+@pytest.mark.parametrize("options", [["-m", TRAIN], ["-u", "-m", TRAIN], [f"-m{TRAIN}"], [f"-um{TRAIN}"], ["-X", "dev", "-m", TRAIN]])
+def test_the_command_becomes_ours(host, options):
+  """Our command line gets the module and its words, and has the environment to itself; its exit status is the process's."""
+  out, err = python(host, *options, "base.yml", "steps=3", "-m", status=7)
+  assert out == ["maxtext starts, XLA_FLAGS None", f"ours ['run', '{TRAIN}', 'base.yml', 'steps=3', '-m'] train.py"]
+  assert err == ""
+
+
+def test_a_package_that_is_run(host):
+  assert python(host, "-m", "maxtext.tool", status=7)[0][1] == "ours ['run', 'maxtext.tool'] __main__.py"
+
+
+@pytest.mark.parametrize("variable", [None, ""])
+def test_unset_is_plain(host, variable):
+  out, _ = python(host, "-m", TRAIN, "a", variable=variable)
+  assert out[0] == "maxtext starts, XLA_FLAGS None" and out[1].startswith("plain [") and len(out) == 2
+  out, _ = python(host, "-c", "import sys; print([name for name in sys.modules if 'moe_te' in name], sys.meta_path[0])", variable=variable)
+  assert out[0].startswith("[] ") and "_Finder" not in out[0]
+
+
+def test_what_is_not_maxtext_is_left_alone(host):
+  assert python(host, "-m", "this")[0][0].startswith("The Zen")
+  assert "No module named maxtext.trainers.trian" in python(host, "-m", "maxtext.trainers.trian", status=1)[1]
+
+
+def test_another_program_is_activated_once_when_it_resolves_a_configuration(host):
+  out, _ = python(host, "-m", "other.program")
+  assert out[0] == "maxtext starts, XLA_FLAGS --xla_force_host_platform_device_count=3"
+  assert out[1:] == ["activated flags.yml", "config of ['x']", "config of ['y']"]
+
+
+def test_an_own_activation_wins(host):
+  (host / "other/program.py").write_text(
+    "import maxtext_moe_te.hook\nmaxtext_moe_te.hook.withdraw()\nfrom maxtext.configs import pyconfig\nprint(pyconfig.initialize())\n"
+  )
+  assert python(host, "-m", "other.program")[0][-1] == "config of None"
+
+
+def test_a_script_of_maxtext_is_refused(host):
+  script = host / "maxtext/trainers/pre_train/train.py"
+  out, err = python(host, script, "base.yml", status=2)
+  assert out == [] and err.count("\n") == 1
+  assert err.startswith(f"maxtext-moe-te: error: {hook.VARIABLE} is set and {script.resolve()} was started as a script; needed: ")
+  assert err.endswith(f"Fix: write python -m {TRAIN}.\n")
+
+
+def test_an_overlay_that_does_not_exist(host):
+  """Under -m our command line says so; anywhere else it is an error of the program."""
+  assert python(host, "-m", TRAIN, variable="nope", status=7)[0][-1].startswith("ours")
+  assert "OverlayError: no overlay is called nope" in python(host, "-m", "other.program", variable="nope", status=1)[1]
+
+
+def test_worker_processes_are_left_alone(host):
+  (host / "other/program.py").write_text(
+    "import multiprocessing, sys\n"
+    "def found(_):\n  return [type(f).__name__ for f in sys.meta_path if not isinstance(f, type)]\n"
+    "if __name__ == '__main__':\n"
+    "  print(found(0))\n"
+    "  print(multiprocessing.get_context('spawn').Pool(1).map(found, [0])[0])\n"
+  )
+  out, _ = python(host, "-m", "other.program")
+  assert "_Finder" in out[0] and "_Finder" not in out[1]
+
+
+@pytest.mark.parametrize("broken", ["raise RuntimeError('broken')", "import no_such_module", "def install():\n  1 / 0", "syntax error"])
+def test_a_broken_package_does_not_keep_python_from_starting(tmp_path, broken):
+  (tmp_path / "maxtext_moe_te").mkdir()
+  (tmp_path / "maxtext_moe_te/__init__.py").write_text("")
+  (tmp_path / "maxtext_moe_te/hook.py").write_text(broken)
+  said = starts_anyway(tmp_path)
+  assert said.startswith(f"maxtext-moe-te: error: {hook.VARIABLE} is set, but the plugin is NOT active:") and said.count("\n") == 1
+
+
+def test_a_removed_package_does_not_keep_python_from_starting(tmp_path):
+  assert "No module named 'maxtext_moe_te'" in starts_anyway(tmp_path)
+
+
+def starts_anyway(folder):
+  """Standard error of a Python whose site folder holds the .pth file and whatever package is in `folder`."""
+  (folder / hook.PTH).write_text(hook.PTH_LINE)
+  code = f"import site, sys; sys.path.insert(0, {str(folder)!r}); site.addsitedir({str(folder)!r}); print('started')"
+  environment = {**os.environ, hook.VARIABLE: "x", "PYTHONPATH": ""}
+  done = subprocess.run([sys.executable, "-S", "-c", code], env=environment, capture_output=True, text=True, check=True, cwd=folder)
+  assert done.stdout == "started\n"
+  return done.stderr
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_enabling_and_disabling(tmp_path, monkeypatch, end):
+  monkeypatch.delenv(hook.VARIABLE, raising=False)
+  pth, record = tmp_path / hook.PTH, tmp_path / "RECORD"
+  content = f"maxtext_moe_te/hook.py,sha256=x,1{end}maxtext_moe_te-0.1.0.dist-info/RECORD,,{end}".encode()
+  record.write_bytes(content)
+  assert enable.status(pth, record).splitlines()[0] == f"import hook: disabled ({pth})"
+  enable.enable(pth, record)
+  once = record.read_bytes()
+  enable.enable(pth, record)
+  assert record.read_bytes() == once and pth.read_text() == hook.PTH_LINE
+  digest = base64.urlsafe_b64encode(hashlib.sha256(pth.read_bytes()).digest()).decode().rstrip("=")
+  assert once == content + f"{hook.PTH},sha256={digest},{pth.stat().st_size}{end}".encode()
+  assert enable.status(pth, record).splitlines()[0] == f"import hook: enabled ({pth})"
+  assert enable.status(pth, record).splitlines()[-1].endswith("plain MaxText")
+  monkeypatch.setenv(hook.VARIABLE, "dropless")
+  assert enable.status(pth, record).splitlines()[-1].endswith("under the plugin, overlay dropless")
+  pth.write_text("import old\n")
+  assert "of another version, enable it again" in enable.status(pth, record)
+  enable.enable(pth, record)
+  assert record.read_bytes() == once and pth.read_text() == hook.PTH_LINE
+  enable.disable(pth, record)
+  enable.disable(pth, record)
+  assert record.read_bytes() == content and not pth.exists()
+  assert sorted(tmp_path.iterdir()) == [record]
+
+
+def test_without_a_record_it_says_what_to_do_first(tmp_path):
+  enable.enable(tmp_path / hook.PTH, None)
+  assert "not in RECORD: run `maxtext-moe-te disable` before uninstalling" in enable.status(tmp_path / hook.PTH, None)
+
+
+def test_an_installation_outside_the_site_folders_is_refused(monkeypatch):
+  monkeypatch.setattr(enable.site, "getsitepackages", lambda: ["/nowhere"])
+  monkeypatch.setattr(enable.site, "ENABLE_USER_SITE", False)
+  with pytest.raises(PatchError, match=r"where Python reads no \.pth files; needed: an installation in /nowhere\. Fix: pip install"):
+    enable.places()
+
+
+def test_the_line_is_one_line_that_site_runs():
+  assert re.fullmatch(r"import os; [^\n]+\n", hook.PTH_LINE)
