@@ -165,7 +165,7 @@ def settle(words: list[str]) -> tuple:
   log = _configure_logging()
   if from_variable:
     log.info("overlay %s, from %s", overlay_spec, hook.VARIABLE)
-  for line in overlays.apply_environment(overlay or overlays.Overlay(()), os.environ):
+  for line in overlays.apply_environment(overlay or overlays.Overlay(()), os.environ, options.xla_profile):
     log.info(line)
   for line in xla_flags.enforce(os.environ, strict=options.enabled):
     log.info(line)

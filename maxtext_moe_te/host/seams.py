@@ -7,6 +7,7 @@ Left alone: class names (MaxText compares them), classes themselves (names are b
 import contextlib
 import dataclasses
 import functools
+import os
 import sys
 
 from maxtext.common import metric_logger
@@ -14,6 +15,7 @@ from maxtext.common import metric_logger
 from maxtext_moe_te import versions
 from maxtext_moe_te.host import configuration, layer, metrics, overflow, parts, patching, rules_from_config
 from maxtext_moe_te.host.patching import Activation, Seam
+from maxtext_moe_te.settings import xla_flags
 from maxtext_moe_te.settings.config import MoeTeOptions
 
 TRAIN = "maxtext.trainers.pre_train.train"
@@ -23,6 +25,7 @@ def activate(overlay=None, options: MoeTeOptions | None = None) -> Activation:
   """Puts all seams in place, or none. See `maxtext_moe_te.activate`."""
   if options is None:
     options = MoeTeOptions.from_mapping(overlay.moe_te if overlay else {}, source="overlay")
+  xla_flags.check_profile_is_set(options.xla_profile, os.environ)
   if options.enabled:
     parts.check_options(options)
   host_version = versions.check_maxtext(accept_unknown=options.unknown_host)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from maxtext_moe_te.errors import OptionError, nearest
+from maxtext_moe_te.settings import xla_flags
 
 CHOICES = {
   "router": ("auto", "jax", "te"),
@@ -32,6 +33,7 @@ class MoeTeOptions:
     capacity_factor: receive capacity of a rank over that of balanced routing, at least 1; 0 holds whatever the routing. A step
       that exceeds a finite one stops the run, its update not applied.
     metrics: report rows per expert, receive demand and overflow from every decoder block.
+    xla_profile: named sets of XLA flags, joined by commas: those of settings/xla_flags.toml; the overlay's and the user's own flags win.
     unknown_host: accept a MaxText function whose source differs from the recorded fingerprint.
   """
 
@@ -42,6 +44,7 @@ class MoeTeOptions:
   recipe: str = "bf16"
   capacity_factor: float = 0.0
   metrics: bool = True
+  xla_profile: str = ""
   unknown_host: bool = False
 
   def __post_init__(self):
@@ -81,6 +84,8 @@ def _check(mapping, source):
       )
     if key == "capacity_factor":
       _check_capacity_factor(value, source)
+    elif key == "xla_profile":
+      xla_flags.profile(xla_flags.as_text(value), f"moe_te.xla_profile={value} in {source}")
     elif key not in CHOICES and not isinstance(value, bool):
       raise OptionError(
         found=f"moe_te.{key}={value} in {source}",

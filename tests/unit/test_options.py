@@ -17,6 +17,7 @@ def test_defaults():
     "recipe": "bf16",
     "capacity_factor": 0.0,
     "metrics": True,
+    "xla_profile": "",
     "unknown_host": False,
   }
 
@@ -46,7 +47,7 @@ def test_every_choice_is_accepted(name):
     (
       {"ruoter": "jax"},
       "unknown option moe_te.ruoter in my.yml; needed: one of enabled, router, transport, experts, recipe, capacity_factor, metrics, "
-      "unknown_host. Fix: write moe_te.router.",
+      "xla_profile, unknown_host. Fix: write moe_te.router.",
     ),
     ({"zzz": 1}, "Fix: remove moe_te.zzz."),
     ({"router": "jaxx"}, "moe_te.router=jaxx in my.yml; needed: one of auto, jax, te. Fix: write moe_te.router=jax."),

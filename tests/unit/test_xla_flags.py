@@ -12,9 +12,10 @@ import sys
 import pytest
 from packaging.version import Version
 
-from maxtext_moe_te.errors import RefusedError
+from maxtext_moe_te.errors import OptionError, RefusedError
 from maxtext_moe_te.settings import overlay as overlays
 from maxtext_moe_te.settings import xla_flags
+from maxtext_moe_te.settings.config import MoeTeOptions
 from maxtext_moe_te.settings.xla_flags import MULTI_STREAMING, OVERLAP_LIMIT
 
 RECORD = json.loads((pathlib.Path(__file__).parents[1] / "xla_flags.json").read_text())
@@ -307,6 +308,20 @@ def test_half_a_profile_is_refused():
   applied("multistream-aggressive", environ)
   with pytest.raises(RefusedError, match=f"--{MULTI_STREAMING}=true without --{OVERLAP_LIMIT}=2: nothing overlaps"):
     xla_flags.enforce(environ)
+
+
+@pytest.mark.parametrize(
+  ("value", "message"),
+  [
+    ("multistream", "names the profile multistream; needed: names among multistream-domain, multistream-aggressive, published, joined"),
+    ("multistream-domain,multistream-aggressive", "profiles that do not contradict each other. Fix: remove multistream-domain or"),
+    (True, "moe_te.xla_profile=True in the command line names the profile true"),
+  ],
+)
+def test_wrong_profiles(value, message):
+  with pytest.raises(OptionError) as caught:
+    MoeTeOptions.from_mapping({"xla_profile": value}, "the command line")
+  assert message in str(caught.value)
 
 
 def test_activate_refuses_a_profile_that_came_too_late():
