@@ -1,4 +1,4 @@
-"""The command line: `maxtext-moe-te train|run|launch|demo|models|patch|enable|disable|status`.
+"""The command line: `maxtext-moe-te train|run|launch|demo|models|config|patch|enable|disable|status`.
 
 Owns the words it takes out of MaxText's arguments, how errors are shown, and exit statuses; no logic beyond that.
 Nothing heavy is imported before a command needs it, and jax not before the overlay's environment is in place.
@@ -14,6 +14,7 @@ import traceback
 
 from maxtext_moe_te import __version__
 from maxtext_moe_te.errors import MoeTeError, OptionError, RefusedError, nearest
+from maxtext_moe_te.settings.words import split_words
 
 TRAIN = "maxtext.trainers.pre_train.train"
 # Entries of MaxText 0.2.5 whose configuration goes through `pyconfig`, for close matches.
@@ -66,6 +67,10 @@ def main(argv: list[str] | None = None) -> int:
       from maxtext_moe_te.tools import enable
 
       return enable.main(args.command, argv[own:])
+    if args.command == "config":
+      from maxtext_moe_te.tools import config
+
+      return config.main(argv[own:])
     run(TRAIN if args.command == "train" else args.module, argv[own:])
     return 0
   except KeyboardInterrupt:
@@ -172,40 +177,6 @@ def settle(words: list[str]) -> tuple:
   return rest, overlay, options
 
 
-def split_words(words: list[str]) -> tuple[list[str], str | None, dict]:
-  """Takes our words out of MaxText's arguments.
-
-  Returns:
-    tuple: the other words in order; the overlays joined by commas, or None; our options, the last word for one winning.
-
-  Raises:
-    OptionError: a `moe_te` word that is not `moe_te.OPTION=VALUE`.
-  """
-  rest, specs, options = [], [], {}
-  for word in words:
-    name, equals, value = word.partition("=")
-    if name == "overlay" and equals:
-      specs.append(value)
-    elif name == "moe_te" or name.startswith("moe_te."):
-      if not equals or not name.removeprefix("moe_te"):
-        raise OptionError(
-          found=f"the word {word!r} on the command line",
-          needed="moe_te.OPTION=VALUE",
-          fix="write for example moe_te.router=jax",
-        )
-      options[name.removeprefix("moe_te.")] = _value(value)
-    else:
-      rest.append(word)
-  return rest, ",".join(specs) if specs else None, options
-
-
-def _value(text):
-  try:
-    return float(text)
-  except ValueError:
-    return {"true": True, "false": False}.get(text.lower(), text)
-
-
 def _parser():
   parser = argparse.ArgumentParser(
     prog="maxtext-moe-te",
@@ -225,6 +196,7 @@ def _parser():
   commands.add_parser("launch", help="one process per GPU of this host: train or run, in several processes", add_help=False)
   commands.add_parser("demo", help="train a small model on this machine, on real text", add_help=False)
   commands.add_parser("models", help="MaxText's MoE models and how exact each is under the plugin", add_help=False)
+  commands.add_parser("config", help="import NVIDIA's launcher YAML; show or compare effective configurations", add_help=False)
   commands.add_parser("patch", help="list, check, apply or revert the source patches for MaxText and TE", add_help=False)
   commands.add_parser("enable", help="let MAXTEXT_MOE_TE_OVERLAY switch the plugin on under MaxText's own command", add_help=False)
   commands.add_parser("disable", help="take that back", add_help=False)

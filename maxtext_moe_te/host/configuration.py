@@ -6,6 +6,7 @@ does not judge models: the checks it is given do, on the resolved configuration.
 """
 
 import functools
+import inspect
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -72,6 +73,95 @@ def config_seams(overlay: Overlay | None, options: MoeTeOptions, checks: Sequenc
     )
     for name, fingerprints in _FINGERPRINTS.items()
   ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+  """One effective value of a configuration.
+
+  Args:
+    value: what MaxText resolved.
+    source: where it comes from: the command line, a variable, an overlay, a YAML file, the plugin, or MaxText.
+    asked: what stands there, where MaxText made something else of it; otherwise None.
+  """
+
+  value: Any
+  source: str
+  asked: Any = None
+
+
+def explain(argv: Sequence[str], overlay: Overlay | None, options: MoeTeOptions) -> dict[str, Value]:
+  """The configuration a run with these words would have, key by key, and where each value comes from.
+
+  Connects to no other process. What MaxText derives from its devices it derives from those of this one.
+
+  Raises:
+    MoeTeError: what a run would be refused for before its model is looked at.
+  """
+  overlay = overlay or Overlay(())
+  run = _read(argv, {}, overlay)
+  injected = _injected(argv, types.MaxTextConfig, {}, overlay, options)
+  quiet = {"skip_jax_distributed_system": True, "log_config": False}  # keywords beat words
+  resolve = inspect.unwrap(pyconfig.initialize)  # ours, if the plugin is active, would take `injected` for the user's
+  config = resolve(argv, config_class=relaxed(types.MaxTextConfig, options), **{**injected, **quiet})
+  if options.enabled:
+    _check_dropless(config)
+  raw, chain = run.resolved(injected), list(_chain(run.base_path))
+  values = {}
+  for key, value in _tuples_out(config.get_keys()).items():
+    if key == "moe_te":
+      continue
+    if key in quiet and key in raw:
+      value = raw[key]
+    if key in pyconfig.KEYS_NO_LOGGING:
+      value = "(not shown)" if value else value
+    source = _origin(key, run, injected, overlay, chain)
+    if source is None:
+      field = types.MaxTextConfig.model_fields.get(key)
+      source = "MaxText's default" if field is not None and not _differ(value, field.default) else "MaxText derives it"
+    elif _differ(value, raw[key]) and str(value) != str(raw[key]):
+      values[key] = Value(value=value, source=source, asked=raw[key])
+      continue
+    values[key] = Value(value=value, source=source)
+  return values
+
+
+def known_keys() -> frozenset[str]:
+  """The keys of MaxText's configuration."""
+  return frozenset(_names(types.MaxTextConfig.model_fields))
+
+
+def _origin(key, run, injected, overlay, chain):
+  """Where a key was set, the highest place first; None if nowhere."""
+  if key in run.variables:
+    return pyconfig.yaml_key_to_env_key(key)
+  if key in run.words:
+    return "the command line"
+  if key in injected:
+    return _source(overlay, key) if key in overlay.maxtext else "maxtext-moe-te"
+  if key in run.model:
+    return f"models/{os.path.basename(run.model_path)}"
+  return next((os.path.basename(path) for path, keys in chain if key in keys), None)
+
+
+def _chain(path):
+  """The run's YAML and those it is based on, itself first, each with the keys it sets; MaxText merges them into one."""
+  while path:
+    keys = _plain(omegaconf.OmegaConf.load(path))
+    yield path, keys
+    base = keys.get("base_config")
+    near = base and os.path.join(os.path.dirname(path), base)
+    path = near if not base or os.path.isfile(near) else os.path.join(pyconfig.MAXTEXT_CONFIGS_DIR, base)
+
+
+def _tuples_out(values):
+  """Plain values, as YAML and JSON can hold them."""
+  if isinstance(values, dict):
+    return {key: _tuples_out(value) for key, value in values.items()}
+  if isinstance(values, list | tuple):
+    return [_tuples_out(value) for value in values]
+  value = getattr(values, "value", values)  # an enum member
+  return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 @functools.cache

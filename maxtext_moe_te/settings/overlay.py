@@ -145,7 +145,7 @@ def _find(name):
 def _read(path):
   """One file as {"maxtext": …, "moe_te": …, "xla_flags": …, "env": …}."""
   try:
-    content = yaml.load(path.read_text(encoding="utf-8"), _loader(str(path)))
+    content = yaml.load(path.read_text(encoding="utf-8"), loader(str(path)))
   except OSError as error:
     found = f"{path} cannot be read ({error.strerror})"
     raise OverlayError(found=found, needed="a readable file", fix="correct its permissions") from error
@@ -204,7 +204,7 @@ def _check_environment(path, section, key, value):
     raise OverlayError(found=f"env.{key} in {path}", needed=f"the same in {place}", fix=f"move it to {place}")
 
 
-def _loader(path):
+def loader(path: str) -> type:
   """A safe YAML loader that refuses duplicate keys and reads 1e-3 as a number, as MaxText's own does."""
 
   class Loader(yaml.SafeLoader):
