@@ -162,25 +162,14 @@ def our_call(**options):
   return layer.replacing(MoeTeOptions(**options))(moe.RoutedMoE.__call__)
 
 
-def train(output, words, *, overlay=None, options=None) -> list[dict]:
-  """Runs MaxText's trainer in this process and returns its metrics, one dict per step.
-
-  Args:
-    output: folder for everything it writes.
-    words: key=value words added to a tiny run on synthetic data.
-    overlay: an `Overlay`, or None.
-    options: a `MoeTeOptions` to activate the plugin with; None leaves it inactive.
-  """
+def tiny_run(output, words) -> list[str]:
+  """MaxText's arguments for a tiny run on synthetic data, `words` winning; the run's YAML is the first."""
   from maxtext.configs import pyconfig
-  from maxtext.trainers.pre_train import train as trainer
 
-  import maxtext_moe_te
-
-  metrics = output / "metrics.jsonl"
   tiny = dict(
       run_name="test",
       base_output_directory=output,
-      metrics_file=metrics,
+      metrics_file=output / "metrics.jsonl",
       enable_checkpointing=False,
       hardware="cpu",
       skip_jax_distributed_system=True,
@@ -212,7 +201,24 @@ def train(output, words, *, overlay=None, options=None) -> list[dict]:
   )
   base = pyconfig.__file__.replace("pyconfig.py", "base.yml")
   given = dict(word.split("=", 1) for word in words)
-  argv = ["train", base, *(f"{key}={value}" for key, value in {**tiny, **given}.items())]
+  return [base, *(f"{key}={value}" for key, value in {**tiny, **given}.items())]
+
+
+def train(output, words, *, overlay=None, options=None) -> list[dict]:
+  """Runs MaxText's trainer in this process and returns its metrics, one dict per step.
+
+  Args:
+    output: folder for everything it writes.
+    words: key=value words added to a tiny run on synthetic data.
+    overlay: an `Overlay`, or None.
+    options: a `MoeTeOptions` to activate the plugin with; None leaves it inactive.
+  """
+  from maxtext.trainers.pre_train import train as trainer
+
+  import maxtext_moe_te
+
+  metrics = output / "metrics.jsonl"
+  argv = ["train", *tiny_run(output, words)]
   metrics.unlink(missing_ok=True)
   if options is None:
     trainer.main(argv)

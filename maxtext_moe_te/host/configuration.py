@@ -19,6 +19,7 @@ import yaml
 from maxtext.configs import pyconfig, types
 
 from maxtext_moe_te.errors import OptionError, RefusedError, nearest
+from maxtext_moe_te.host import remat
 from maxtext_moe_te.host.patching import Seam
 from maxtext_moe_te.settings.config import MoeTeOptions
 from maxtext_moe_te.settings.overlay import Overlay
@@ -230,6 +231,7 @@ def _injected(argv, config_class, kwargs, overlay, options):
       log.info("%s of %s not used: %s wins", _shown(key, value), _source(overlay, key), run.by_user(key))
   if options.enabled:
     injected |= _switches(run, config_class, injected, overlay)
+  injected |= remat.injected(options, run.user, run.resolved(injected), run.by_user)
   replaced = [key for key in injected if key in run.model and injected[key] != run.model[key]]  # MaxText's own comparison
   for key in replaced:
     log.info("%s of %s replaced: %s", _shown(key, run.model[key]), run.model_path, _shown(key, injected[key]))

@@ -13,7 +13,7 @@ import sys
 from maxtext.common import metric_logger
 
 from maxtext_moe_te import versions
-from maxtext_moe_te.host import configuration, layer, metrics, overflow, parts, patching, rules_from_config
+from maxtext_moe_te.host import configuration, layer, metrics, overflow, parts, patching, remat, rules_from_config
 from maxtext_moe_te.host.patching import Activation, Seam
 from maxtext_moe_te.settings import xla_flags
 from maxtext_moe_te.settings.config import MoeTeOptions
@@ -51,6 +51,7 @@ def _unbind(recorder) -> None:
 def seams(overlay, options: MoeTeOptions) -> list[Seam]:
   """The seams that these options need."""
   checks = [functools.partial(check_config, options=options)] if options.enabled else []
+  checks.append(functools.partial(remat.check, options))
   needed = configuration.config_seams(overlay, options, checks=checks)
   needed.append(TRANSFORMER_ENGINE_CONTEXT)
   if options.enabled:
@@ -136,7 +137,7 @@ def axis_sizes(config) -> dict[str, int]:
   return sizes
 
 
-def _honest_context(original):
+def honest_context(original):
   """`max_utils.transformer_engine_context` without its `except Exception: yield`.
 
   That clause also catches what the training loop inside the context raises, yields a second time, and so turns every error of a
@@ -168,7 +169,7 @@ def _honest_context(original):
 
 TRANSFORMER_ENGINE_CONTEXT = Seam(
     target="maxtext.utils.max_utils:transformer_engine_context",
-    replace=_honest_context,
+    replace=honest_context,
     fingerprints={
         "0.2.5": "b4adb6c9c54d8e19c9ada8a04ec2c7d63cc37893e1364eafe1a63200d57eb0ac",
         "0.2.5 patched": "39da9665ab67a3b9583c98fd0b2234803dded5eff7d6a95472de80e5eee6e255",

@@ -17,6 +17,13 @@ CHOICES = {
   "recipe": ("bf16", "mxfp8"),
 }
 
+# The tensors that MaxText's remat_policy=custom can place, by their keys in its configuration; not the indices, which are small.
+OFFLOADABLE = (
+  "decoder_layer_input", "context", "query_proj", "key_proj", "value_proj", "qkv_proj", "kv_proj", "query_wa_proj", "kv_wa_proj",
+  "mla_q", "mla_kv", "attention_out", "out_proj", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo", "moe_x_sorted", "moe_mlpwi_0", "moe_mlpwi_1",
+  "moe_mlpwo",
+)  # fmt: skip
+
 MAX_CAPACITY_FACTOR = 4096  # an expert axis that large; beyond its size a factor is the worst case
 
 
@@ -32,6 +39,7 @@ class MoeTeOptions:
     recipe: precision of Transformer Engine's grouped products; mxfp8 needs Blackwell.
     capacity_factor: receive capacity of a rank over that of balanced routing, at least 1; 0 holds whatever the routing. A step
       that exceeds a finite one stops the run, its update not applied.
+    offload: tensors kept in host memory between forward and backward pass, by MaxText's names; a list, or text with commas.
     metrics: report rows per expert, receive demand and overflow from every decoder block.
     xla_profile: named sets of XLA flags, joined by commas: those of settings/xla_flags.toml; the overlay's and the user's own flags win.
     unknown_host: accept a MaxText function whose source differs from the recorded fingerprint.
@@ -43,11 +51,13 @@ class MoeTeOptions:
   experts: str = "auto"
   recipe: str = "bf16"
   capacity_factor: float = 0.0
+  offload: tuple[str, ...] = ()
   metrics: bool = True
   xla_profile: str = ""
   unknown_host: bool = False
 
   def __post_init__(self):
+    object.__setattr__(self, "offload", names(self.offload))  # hashable, as the options must be
     _check(self.as_dict(), "the arguments of MoeTeOptions")
 
   @classmethod
@@ -72,20 +82,29 @@ class MoeTeOptions:
     return dataclasses.asdict(self)
 
 
+def names(value: Any) -> Any:
+  """A list, or text with commas, as a tuple; any other value as it is."""
+  if isinstance(value, str):
+    return tuple(filter(None, (name.strip() for name in value.split(","))))
+  return tuple(value) if isinstance(value, list) else value
+
+
 def _check(mapping, source):
-  names = [field.name for field in dataclasses.fields(MoeTeOptions)]
+  options = [field.name for field in dataclasses.fields(MoeTeOptions)]
   for key, value in mapping.items():
-    if key not in names:
-      near = nearest(str(key), names)
+    if key not in options:
+      near = nearest(str(key), options)
       raise OptionError(
         found=f"unknown option moe_te.{key} in {source}",
-        needed=f"one of {', '.join(names)}",
+        needed=f"one of {', '.join(options)}",
         fix=f"write moe_te.{near}" if near else f"remove moe_te.{key}",
       )
     if key == "capacity_factor":
       _check_capacity_factor(value, source)
     elif key == "xla_profile":
       xla_flags.profile(xla_flags.as_text(value), f"moe_te.xla_profile={value} in {source}")
+    elif key == "offload":
+      _check_offload(value, source)
     elif key not in CHOICES and not isinstance(value, bool):
       raise OptionError(
         found=f"moe_te.{key}={value} in {source}",
@@ -107,4 +126,16 @@ def _check_capacity_factor(value, source):
       found=f"moe_te.capacity_factor={value} in {source}",
       needed=f"a number from 1 to {MAX_CAPACITY_FACTOR}, or 0 for a capacity that nothing exceeds",
       fix="write moe_te.capacity_factor=0 or, to save memory, moe_te.capacity_factor=2",
+    )
+
+
+def _check_offload(value, source):
+  chosen = names(value)
+  wrong = [name for name in chosen if name not in OFFLOADABLE] if isinstance(chosen, tuple) else [value]
+  if wrong:
+    near = nearest(str(wrong[0]), OFFLOADABLE)
+    raise OptionError(
+      found=f"moe_te.offload with {wrong[0]!r} in {source}",
+      needed=f"names among {', '.join(OFFLOADABLE)}",
+      fix=f"write {near}" if near else "write for example moe_te.offload=query_proj,value_proj",
     )

@@ -20,37 +20,16 @@ from maxtext_moe_te.moe.experts.base import ExpertWeights
 from maxtext_moe_te.moe.rules import ExpertRule, RouterRule
 from maxtext_moe_te.moe.transport import nccl_ep
 from maxtext_moe_te.moe.transport.local import LocalTransport
-from tests.te import described
+from maxtext_moe_te.tools import described
 
 E, K, B, S, D, F, LAYERS = 16, 4, 8, 256, 256, 512, 3
-
-
-def fake_group(group: nccl_ep.Bootstrap, outer: int) -> None:
-  """What `nccl_ep.bootstrap` tells Transformer Engine, without a communicator."""
-  import transformer_engine.jax.cpp_extensions as tex
-  import transformer_engine_jax
-  from transformer_engine.jax.cpp_extensions.misc import jax_dtype_to_te_dtype
-
-  rows, tokens, local = group.capacity, group.max_tokens_per_rank, group.num_experts // group.ranks
-  # Any plausible size will do: the buffer is only allocated.
-  transformer_engine_jax.ep_handle_mem_size = lambda k, alignment: rows * local + 8 * rows * k + 4 * tokens * group.num_experts
-  transformer_engine_jax.set_ep_bootstrap_params(
-      bytes(128), group.ranks, 0, group.num_experts, tokens, rows, group.width, max_num_sms=0,
-      max_token_dtype=int(jax_dtype_to_te_dtype(jnp.dtype(jnp.bfloat16))), drop_on_overflow=False, borrowed_comm=True,
-  )  # fmt: skip
-  tex.ep.set_ep_config(
-      tex.ep.EpConfig(
-          world_size=group.ranks * outer, rank=0, ep_size=group.ranks, num_ep_groups=outer, num_experts=group.num_experts,
-          num_local_experts=local, max_tokens_per_rank=tokens, recv_capacity_per_rank=rows, hidden_dim=group.width,
-      )
-  )  # fmt: skip
 
 
 def main(gpu: str, case: str) -> dict:
   """Compiles a step of three layers and their gradients."""
   mxfp8, expert = case.endswith("mxfp8"), case.startswith("expert4")
   outer, ranks = (2, 4) if expert else (1, 1)
-  devices, capability = described.devices(gpu, outer * ranks)
+  devices, capability = described.devices(gpu, f"1x{outer * ranks}x1")
   mesh = Mesh(np.array(devices).reshape(outer, ranks, 1), ("fsdp", "expert", "tensor"))
   layout = block.Layout(mesh=mesh, batch=("fsdp", "expert"), expert=("expert",) if expert else ())
   if expert:
@@ -58,7 +37,7 @@ def main(gpu: str, case: str) -> dict:
         num_experts=E, experts_per_token=K, ranks=ranks, max_tokens_per_rank=B * S // (outer * ranks), width=D
     )
     group.check()
-    fake_group(group, outer)
+    described.pretend_group(group, outer)
     transport = nccl_ep.NcclEpTransport(group)
   else:
     transport = LocalTransport(E, te.MXFP8_BLOCK if mxfp8 else 1)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.te import described
+from maxtext_moe_te.tools import described
 
 pytestmark = [pytest.mark.te]
 

@@ -16,6 +16,7 @@ def test_defaults():
     "experts": "auto",
     "recipe": "bf16",
     "capacity_factor": 0.0,
+    "offload": (),
     "metrics": True,
     "xla_profile": "",
     "unknown_host": False,
@@ -46,13 +47,20 @@ def test_every_choice_is_accepted(name):
   [
     (
       {"ruoter": "jax"},
-      "unknown option moe_te.ruoter in my.yml; needed: one of enabled, router, transport, experts, recipe, capacity_factor, metrics, "
-      "xla_profile, unknown_host. Fix: write moe_te.router.",
+      "unknown option moe_te.ruoter in my.yml; needed: one of enabled, router, transport, experts, recipe, capacity_factor, offload, "
+      "metrics, xla_profile, unknown_host. Fix: write moe_te.router.",
     ),
     ({"zzz": 1}, "Fix: remove moe_te.zzz."),
     ({"router": "jaxx"}, "moe_te.router=jaxx in my.yml; needed: one of auto, jax, te. Fix: write moe_te.router=jax."),
     ({"experts": True}, "moe_te.experts=True in my.yml; needed: one of auto, reference, ragged_dot, blocked, te."),
     ({"enabled": "yes"}, "needed: true or false. Fix: write moe_te.enabled=true or moe_te.enabled=false."),
+    (
+      {"offload": "query_proj,value_prj"},
+      "moe_te.offload with 'value_prj' in my.yml; needed: names among decoder_layer_input, context, query_proj,",
+    ),
+    ({"offload": ["value_prj"]}, "Fix: write value_proj."),
+    ({"offload": True}, "moe_te.offload with True in my.yml"),
+    ({"offload": "zzz"}, "Fix: write for example moe_te.offload=query_proj,value_proj."),
     ({"metrics": 1}, "moe_te.metrics=1 in my.yml; needed: true or false."),
   ],
 )
@@ -65,3 +73,10 @@ def test_mistakes(mapping, text):
 def test_construction_is_checked_too():
   with pytest.raises(OptionError, match=r"moe_te\.router=x in the arguments of MoeTeOptions"):
     MoeTeOptions(router="x")
+
+
+def test_offload_is_text_with_commas_or_a_list():
+  wanted = ("query_proj", "value_proj")
+  for value in ("query_proj,value_proj", " query_proj, value_proj,", ["query_proj", "value_proj"], wanted):
+    assert MoeTeOptions.from_mapping({"offload": value}, "x").offload == wanted
+  assert MoeTeOptions.from_mapping({"offload": ""}, "x").offload == ()
