@@ -1,7 +1,8 @@
 """Transformer Engine's fused router: score, bias, groups, selection and normalization in one kernel, float32 inside.
 
 It serves the rules whose rounding it shares (`reason_against`); what it does not compute, scale and per-expert factors, follows in
-`routing.py`'s order. The kernel returns a map over all experts, from which the ids are taken with another top-k.
+`routing.py`'s order. Between equal scores it does not choose the first expert, as everything else does; logits in float32 hardly
+have any. The kernel returns a map over all experts, from which the ids are taken with another top-k.
 
 Imports Transformer Engine at call time, never at import.
 """
@@ -29,12 +30,11 @@ def reason_against(rule: RouterRule, logits_dtype) -> str:
     return f"experts are selected by {rule.selection.value}"
   if rule.weight_on_input:
     return "the weight is a sigmoid of the logit"
-  scored = rule.score_function != ""
-  if scored:
+  if jnp.dtype(logits_dtype) != jnp.float32:
+    return f"logits in {jnp.dtype(logits_dtype).name} (float32_gate_logits=false) often tie, and it breaks ties otherwise"
+  if rule.score_function:
     if rule.score_function not in ("sigmoid", "sqrtsoftplus"):
       return f"it has no score function {rule.score_function}"
-    if jnp.dtype(logits_dtype) != jnp.float32:
-      return f"scores are rounded to {jnp.dtype(logits_dtype).name} (float32_gate_logits=false), its own are not"
     if rule.weighting is not Weighting.SCORES or (rule.bias and not rule.weights_ignore_bias):
       return "it takes weights from scores without bias, as they are"
     # It always divides by the sum, but for K = 1.

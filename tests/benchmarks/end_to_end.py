@@ -171,7 +171,9 @@ def run_ranks(module: str, words: dict, ranks: int, folder: pathlib.Path, timeou
     environment = dict(os.environ)
     if share_memory:
       environment |= dict(XLA_PYTHON_CLIENT_PREALLOCATE="false")
-    if ranks > 1:
+    if ranks == 1:
+      environment.setdefault("CUDA_VISIBLE_DEVICES", "0")
+    else:
       environment |= dict(
           JAX_COORDINATOR_IP="127.0.0.1",
           JAX_COORDINATOR_PORT=str(port),
