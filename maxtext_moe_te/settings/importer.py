@@ -54,6 +54,8 @@ _RENAMED = {
 }
 # The launcher's command line: option to key.
 _OPTIONS = {"batch_size": "per_device_batch_size"}
+# Tensors of the routed experts. Under te_moe_block nothing has these names but the dense and shared layers' mlpwi_0 and mlpwo.
+_EXPERT_TENSORS = ("mlpwi_0", "mlpwo", "moe_x_sorted", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo")
 _SECTIONS = {"xla_flags": "xla_flags", "env": "env", "env_vars": "env", "environment": "env"}
 _ENVIRONMENT = re.compile(r"(XLA|JAX|NCCL|NVTE|CUDA|CUDNN|TF|UCX|NVSHMEM|PYTHON)_\w+")  # of a job script's exports, those for the run
 
@@ -113,7 +115,9 @@ def import_texts(texts: dict[str, str], known: Collection[str]) -> Imported:
       )
     for kind, key, value in items:
       _place(result, kind, key, value, known)
-  _add_what_is_missing(result)
+  if result.moe_te.get("experts") == "te":
+    _keep_expert_tensors_off(result)
+  _add_slices(result)
   return result
 
 
@@ -240,7 +244,17 @@ def _place_remat(result, key, value, known):
       result.changes.append(_drop(f"custom_remat_config.{name}", reason))
 
 
-def _add_what_is_missing(result):
+def _keep_expert_tensors_off(result):
+  """What te_moe_block could not name would now be kept: hundreds of GiB of routed rows for a large model."""
+  for at, change in enumerate(result.changes):
+    name, _, place = change.becomes.partition("=")
+    if name in _EXPERT_TENSORS and place in ("device", "offload"):
+      result.maxtext[name] = "remat"
+      reason = f"{place} would keep every routed row: the plugin's experts have a tensor of this name, te_moe_block's have none"
+      result.changes[at] = Change(key=f"{change.key}={place}", action="renamed", becomes=f"{name}=remat", reason=reason)
+
+
+def _add_slices(result):
   slices = 1
   for name, value in result.maxtext.items():
     if name.startswith("dcn_") and isinstance(value, int) and value > 0:

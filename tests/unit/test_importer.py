@@ -94,6 +94,19 @@ def test_of_two_lines_one_is_struck():
   assert other.maxtext == {"shard_optimizer_over_data": False}
 
 
+def test_expert_tensors_that_te_moe_block_could_not_name_are_not_kept():
+  text = "custom_remat_config: {query_proj: device, moe_mlpwi_0: offload, mlpwo: device, moe_mlpwo: remat}\n"
+  known = ["query_proj", "moe_mlpwi_0", "moe_mlpwo", "mlpwo"]
+  result = importer.import_texts({"a.yml": f"te_moe_block: true\n{text}"}, known)
+  assert result.maxtext == {"query_proj": "device", "moe_mlpwi_0": "remat", "mlpwo": "remat", "moe_mlpwo": "remat"}
+  assert account(result)["custom_remat_config.moe_mlpwi_0=offload"] == (
+    "renamed",
+    "moe_mlpwi_0=remat",
+    "offload would keep every routed row: the plugin's experts have a tensor of this name, te_moe_block's have none",
+  )
+  assert importer.import_texts({"a.yml": text}, known).maxtext["moe_mlpwi_0"] == "offload"
+
+
 def test_dcn_axes_need_slices():
   result = imported("dcn_fsdp: 2\n")
   assert account(result)["num_slices"] == ("added", "num_slices=2", "the dcn axes need it, and on GPUs MaxText finds 1")
