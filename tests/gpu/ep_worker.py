@@ -29,6 +29,7 @@ def main():
   parser.add_argument("--shape", choices=SHAPES, default="check")
   parser.add_argument("--data", type=int, default=1, help="size of the data axis outside the expert axis")
   parser.add_argument("--bench", action="store_true", help="time ours and Transformer Engine's moe() instead of checking")
+  parser.add_argument("--even", action="store_true", help="balanced routing instead of Dirichlet(1)")
   parser.add_argument("--out")
   args = parser.parse_args()
   os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.3" if args.one_gpu else "0.7"  # NCCL EP allocates beside XLA's pool
@@ -94,7 +95,8 @@ class Layer:
     x = draw(self.batch, self.sequence, self.width)
     x[..., 0] = 1.0
     gate = draw(self.width, self.experts, scale=self.width**-0.5).astype(np.float32)
-    gate[0] += np.log(rng.dirichlet(np.ones(self.experts)) * self.experts + 1e-3) * 0.5
+    if not args.even:
+      gate[0] += np.log(rng.dirichlet(np.ones(self.experts)) * self.experts + 1e-3) * 0.5
     self.inputs = dict(
         x=x,
         gate=gate,
@@ -200,7 +202,7 @@ class Layer:
     tflop = 3 * 2 * rows_per_rank * 3 * self.width * self.expert_width / 1e12
     dims = zip(("experts", "k", "batch_per_rank", "sequence", "width", "expert_width"), SHAPES[self.args.shape])
     result = {"shape": {"name": self.args.shape, **dict(dims)}}
-    result |= {"ranks": self.args.ranks, "one_gpu": self.args.one_gpu, "capacity": self.group.capacity, "tflop_per_rank": tflop}
+    result |= {"ranks": self.args.ranks, "routing": "even" if self.args.even else "Dirichlet(1)", "one_gpu": self.args.one_gpu, "capacity": self.group.capacity, "tflop_per_rank": tflop}
     ours = record.time_ms(step, inputs, cotangent)
     result["ours"] = ours | {"tflops": round(tflop / ours["median_ms"] * 1e3, 1)}
     with tempfile.TemporaryDirectory() as folder:
