@@ -41,7 +41,8 @@ class MoeTeOptions:
       that exceeds a finite one stops the run, its update not applied.
     offload: tensors kept in host memory between forward and backward pass, by MaxText's names; a list, or text with commas.
     metrics: report rows per expert, receive demand and overflow from every decoder block.
-    xla_profile: named sets of XLA flags, joined by commas: those of settings/xla_flags.toml; the overlay's and the user's own flags win.
+    xla_profile: named sets of XLA flags, of settings/xla_flags.toml; a list, or text with commas. The overlay's own flags win over
+      them, and the user's over both.
     unknown_host: accept a MaxText function whose source differs from the recorded fingerprint.
   """
 
@@ -53,11 +54,12 @@ class MoeTeOptions:
   capacity_factor: float = 0.0
   offload: tuple[str, ...] = ()
   metrics: bool = True
-  xla_profile: str = ""
+  xla_profile: tuple[str, ...] = ()
   unknown_host: bool = False
 
   def __post_init__(self):
-    object.__setattr__(self, "offload", names(self.offload))  # hashable, as the options must be
+    for field in ("offload", "xla_profile"):
+      object.__setattr__(self, field, names(getattr(self, field)))  # hashable, as the options must be
     _check(self.as_dict(), "the arguments of MoeTeOptions")
 
   @classmethod
@@ -102,7 +104,8 @@ def _check(mapping, source):
     if key == "capacity_factor":
       _check_capacity_factor(value, source)
     elif key == "xla_profile":
-      xla_flags.profile(xla_flags.as_text(value), f"moe_te.xla_profile={value} in {source}")
+      chosen = names(value)
+      xla_flags.profile(chosen if isinstance(chosen, tuple) else (str(value),), f"moe_te.xla_profile={value} in {source}")
     elif key == "offload":
       _check_offload(value, source)
     elif key not in CHOICES and not isinstance(value, bool):

@@ -5,7 +5,7 @@ words, is decided in `host.configuration`, where MaxText can be asked.
 """
 
 import re
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,18 +75,18 @@ def load(spec: str) -> Overlay:
   return overlay
 
 
-def apply_environment(overlay: Overlay, environ: MutableMapping[str, str], profile: str = "") -> list[str]:
-  """Sets an overlay's environment variables and XLA flags, and those of a profile; what the user has set himself wins.
+def apply_environment(overlay: Overlay, environ: MutableMapping[str, str], profiles: Sequence[str] = ()) -> list[str]:
+  """Sets an overlay's environment variables and XLA flags, and those of profiles; what the user has set himself wins.
 
   Must run before jax is imported: both are read once.
 
   Args:
     overlay: the loaded overlay.
     environ: usually `os.environ`; changed in place.
-    profile: names of XLA flag profiles, joined by commas. The overlay's own flags win over them.
+    profiles: names of XLA flag profiles. The overlay's own flags win over them.
 
   Returns:
-    list[str]: one report line for each thing the user's environment takes from the overlay or the profile, or that was mended in it.
+    list[str]: one report line for each thing the user's environment takes from the overlay or a profile, or that was mended in it.
   """
   report = []
   for key, value in overlay.env.items():
@@ -96,15 +96,16 @@ def apply_environment(overlay: Overlay, environ: MutableMapping[str, str], profi
     elif environ.setdefault(key, value) != value:
       report.append(f"environment variable {key}={value} of the overlay not used: the environment sets {environ[key]}")
   text, mended = xla_flags.repair(environ.get("XLA_FLAGS", ""))
-  profiled = xla_flags.profile(profile)
+  profiled = xla_flags.profile(profiles)
+  label = f"the profile {','.join(profiles)}"
   report += mended + [
-    f"xla flag {name}={xla_flags.as_text(value)} of the profile {profile} not used: the overlay sets "
+    f"xla flag {name}={xla_flags.as_text(value)} of {label} not used: the overlay sets "
     f"{xla_flags.as_text(overlay.xla_flags[name])}"
     for name, value in profiled.items()
     if overlay.xla_flags.get(name, value) != value
   ]
   rest = {name: value for name, value in profiled.items() if name not in overlay.xla_flags}
-  for flags, source in ((overlay.xla_flags, "the overlay"), (rest, f"the profile {profile}")):
+  for flags, source in ((overlay.xla_flags, "the overlay"), (rest, label)):
     text, lost = xla_flags.merge(flags, text, source)
     report += lost
   if text:

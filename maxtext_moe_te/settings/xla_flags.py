@@ -96,14 +96,14 @@ def profiles() -> dict[str, dict[str, Scalar]]:
   return {name: profile["flags"] for name, profile in _data()["profiles"].items()}
 
 
-def profile(spec: str, source: str = "moe_te.xla_profile") -> dict[str, Scalar]:
-  """The flags of `NAME[,NAME…]`; of none if it is empty.
+def profile(names: str | Iterable[str], source: str = "moe_te.xla_profile") -> dict[str, Scalar]:
+  """The flags of some profiles, joined: of a list, or of text with commas.
 
   Raises:
     OptionError: there is no such profile, or two of them contradict each other.
   """
   known, flags, owner = profiles(), {}, {}
-  for name in filter(None, (word.strip() for word in spec.split(","))):
+  for name in filter(None, map(str.strip, names.split(","))) if isinstance(names, str) else names:
     if name not in known:
       raise OptionError(
         found=f"{source} names the profile {name}",
@@ -121,16 +121,16 @@ def profile(spec: str, source: str = "moe_te.xla_profile") -> dict[str, Scalar]:
   return flags
 
 
-def check_profile_is_set(spec: str, environ: Mapping[str, str]) -> None:
+def check_profile_is_set(names: Iterable[str], environ: Mapping[str, str]) -> None:
   """Holds a caller of `activate` to what only the command line does by itself.
 
   Raises:
     RefusedError: flags of the profile are not in XLA_FLAGS.
   """
-  missing = profile(spec).keys() - dict(parse(environ.get("XLA_FLAGS", ""))).keys()
+  missing = profile(names).keys() - dict(parse(environ.get("XLA_FLAGS", ""))).keys()
   if missing:
     raise RefusedError(
-      found=f"moe_te.xla_profile={spec} and XLA_FLAGS without {min(missing)}: XLA reads flags once, when its first backend starts",
+      found=f"moe_te.xla_profile={','.join(names)} and XLA_FLAGS without {min(missing)}: XLA reads flags once, at its first backend",
       needed="the flags in place before jax starts",
       fix="start the run with maxtext-moe-te train, or call settings.overlay.apply_environment before importing jax",
     )

@@ -171,7 +171,7 @@ def resolve(words: list[str]) -> dict:
     found["maxtext"][key] = shown if value.asked is None else {**shown, "asked": value.asked}
   for name, value in options.as_dict().items():
     where = "the command line" if name in option_words else source.get(f"moe_te.{name}", "default")
-    found["moe_te"][name] = {"value": value, "source": where}
+    found["moe_te"][name] = {"value": list(value) if isinstance(value, tuple) else value, "source": where}
   for name, value in overlay.env.items():
     found["env"][name] = {
       "value": environ.get(name),
@@ -179,7 +179,7 @@ def resolve(words: list[str]) -> dict:
     }
   theirs = dict(xla_flags.parse(os.environ.get("XLA_FLAGS", "")))
   for name, value in xla_flags.parse(environ.get("XLA_FLAGS", "")):
-    where = "XLA_FLAGS" if name in theirs else source.get(f"xla_flags.{name}", f"profile {options.xla_profile}")
+    where = "XLA_FLAGS" if name in theirs else source.get(f"xla_flags.{name}", f"profile {','.join(options.xla_profile)}")
     found["xla_flags"][name] = {"value": "true" if value is None else value, "source": where}
   found["findings"] = [str(finding) for finding in xla_flags.check(environ.get("XLA_FLAGS", ""), xla_flags.installed_names(), environ)]
   return found

@@ -18,7 +18,7 @@ def test_defaults():
     "capacity_factor": 0.0,
     "offload": (),
     "metrics": True,
-    "xla_profile": "",
+    "xla_profile": (),
     "unknown_host": False,
   }
 

@@ -80,7 +80,7 @@ def test_the_catalogue_agrees_with_the_record():
   ],
 )
 def test_a_profile_passes_where_all_its_flags_exist(profile, runs_on):
-  text = xla_flags.format_flags(xla_flags.profile(profile))
+  text = xla_flags.format_flags(xla_flags.profile([profile]))
   assert tuple(version for version in VERSIONS if not xla_flags.check(text, names(version), {})) == runs_on
 
 
@@ -90,7 +90,7 @@ def test_a_profile_passes_where_all_its_flags_exist(profile, runs_on):
 ACCEPTED = [
   "--xla_gpu_enable_latency_hiding_scheduler --xla_gpu_enable_nccl_comm_splitting=FALSE",
   "--xla_gpu_enable_command_buffer='FUSION, cublas,' --xla_gpu_experimental_max_unroll_factor=+7",
-  xla_flags.format_flags(xla_flags.profile("published,multistream-aggressive")),
+  xla_flags.format_flags(xla_flags.profile(["published", "multistream-aggressive"])),
 ]
 ENDS_THE_PROCESS = [
   "--xla_gpu_enable_scale_up_fabric_assignment=true",
@@ -257,7 +257,7 @@ def test_a_file_of_flags_is_checked_too(tmp_path):
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_one_hardware_queue(streams):
-  text = xla_flags.format_flags(xla_flags.profile("multistream-domain")) if streams else ""
+  text = xla_flags.format_flags(xla_flags.profile(["multistream-domain"])) if streams else ""
   finding = only(text, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
   assert finding.found.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams on one hardware queue")
   assert finding.fatal == streams == ("ask for collectives on several streams" in finding.found)
@@ -281,7 +281,7 @@ def test_enforce_refuses_or_reports():
 
 
 def applied(profile, environ, overlay=overlays.Overlay(())):
-  return overlays.apply_environment(overlay, environ, profile), dict(xla_flags.parse(environ.get("XLA_FLAGS", "")))
+  return overlays.apply_environment(overlay, environ, [profile] if profile else []), dict(xla_flags.parse(environ.get("XLA_FLAGS", "")))
 
 
 def test_profile_below_overlay_below_user():
@@ -289,7 +289,7 @@ def test_profile_below_overlay_below_user():
   overlay = overlays.Overlay((), xla_flags={"xla_gpu_experimental_max_unroll_factor": 4, "xla_gpu_autotune_level": 0})
   report, flags = applied("published", environ, overlay)
   assert (flags["xla_gpu_memory_limit_slop_factor"], flags["xla_gpu_experimental_max_unroll_factor"]) == ("90", "4")
-  assert flags.keys() == {*xla_flags.profile("published"), "xla_gpu_autotune_level"}
+  assert flags.keys() == {*xla_flags.profile(["published"]), "xla_gpu_autotune_level"}
   assert report == [
     "xla flag xla_gpu_experimental_max_unroll_factor=8 of the profile published not used: the overlay sets 4",
     "xla flag xla_gpu_memory_limit_slop_factor=99 of the profile published not used: XLA_FLAGS sets 90",
@@ -315,7 +315,7 @@ def test_half_a_profile_is_refused():
   [
     ("multistream", "names the profile multistream; needed: names among multistream-domain, multistream-aggressive, published, joined"),
     ("multistream-domain,multistream-aggressive", "profiles that do not contradict each other. Fix: remove multistream-domain or"),
-    (True, "moe_te.xla_profile=True in the command line names the profile true"),
+    (True, "moe_te.xla_profile=True in the command line names the profile True"),
   ],
 )
 def test_wrong_profiles(value, message):
@@ -326,10 +326,10 @@ def test_wrong_profiles(value, message):
 
 def test_activate_refuses_a_profile_that_came_too_late():
   with pytest.raises(RefusedError, match=r"and XLA_FLAGS without xla_gpu_collective_domain_assignment: XLA reads flags once"):
-    xla_flags.check_profile_is_set("multistream-domain", {"XLA_FLAGS": "--xla_dump_to=x"})
+    xla_flags.check_profile_is_set(["multistream-domain"], {"XLA_FLAGS": "--xla_dump_to=x"})
   environ = {}
   applied("multistream-domain", environ)
-  xla_flags.check_profile_is_set("multistream-domain", environ)
+  xla_flags.check_profile_is_set(["multistream-domain"], environ)
 
 
 def test_the_older_memory_fraction_of_an_overlay_yields_to_the_users_newer_name():
