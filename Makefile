@@ -14,7 +14,7 @@ ifneq ($(shell $(PYTHON_BIN) -c "import sys; print(open(sys.prefix + '/.ready').
 .PHONY: $(READY)
 endif
 
-.PHONY: help demo test test-te test-gpu check lock clean
+.PHONY: help demo test test-te test-gpu dist check lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 16
@@ -24,7 +24,7 @@ demo: $(READY) ## train a small DeepSeek-V3-style model on real text on this mac
 
 # Two workers, each test file in one of them: importing MaxText costs each worker seconds, so more of them gain little.
 test: $(READY) ## run the tests that need no GPU
-	$(PYTHON_BIN) -m pytest tests -q -n 2 --dist loadfile --require-host $(ARGS)
+	$(PYTHON_BIN) -m pytest tests -q -n 2 --dist loadfile --require-host --require-dist $(ARGS)
 
 # TE_WHEEL: a wheel of transformer-engine-jax 2.20.2 built for this Python and CUDA 13; without one, pip compiles it for minutes.
 TE_WHEEL ?=
@@ -39,6 +39,11 @@ test-te: $(BIN)/uv ## compile the Transformer Engine parts for GPUs that are not
 
 test-gpu: ## run the GPU tests with GPU_PYTHON; a test skipped for want of a GPU fails
 	$(GPU_PYTHON) -m pytest tests/gpu -q --require-gpu --require-host $(ARGS)
+
+dist: $(READY) ## build the wheel and the sdist into dist/, the same bytes from the same source, and try them
+	rm -rf dist
+	$(PYTHON_BIN) -m hatchling build -d dist
+	$(PYTHON_BIN) -m pytest tests/unit/test_dist.py -q --require-dist $(ARGS)
 
 check: $(READY) ## lint
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """What every test session needs before jax is imported, and the one place that decides what is skipped.
 
-A skip has a reason and is central; `--require-host`, `--require-gpu` and `--require-te` (or MOE_TE_REQUIRE="host gpu te")
-turn the skips of that kind into failures, for the machines whose job it is to run them.
+A skip has a reason and is central; `--require-host`, `--require-gpu`, `--require-te` and `--require-dist` (or
+MOE_TE_REQUIRE="host gpu te dist") turn the skips of that kind into failures, for the machines whose job it is to run them.
 """
 
 import functools
@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-KINDS = ("host", "gpu", "te")
+KINDS = ("host", "gpu", "te", "dist")
 
 
 def pytest_addoption(parser):
@@ -52,6 +52,8 @@ def missing(kind):
   """Why tests of a kind cannot run here, or None."""
   if kind == "host":
     return None if importlib.util.find_spec("maxtext") else "MaxText is not installed"
+  if kind == "dist":
+    return None if importlib.util.find_spec("hatchling") else "the build backend is not installed (pip install 'hatchling>=1.27')"
   if kind == "te":
     return None if importlib.util.find_spec("transformer_engine") else "Transformer Engine is not installed"
   platforms = os.environ.get("JAX_PLATFORMS", "")
