@@ -17,6 +17,7 @@ KINDS = ("host", "gpu", "te", "dist")
 def pytest_addoption(parser):
   for kind in KINDS:
     parser.addoption(f"--require-{kind}", action="store_true", help=f"fail the tests marked `{kind}` that cannot run")
+  parser.addoption("--launch-ranks", type=int, help="how many processes host/test_launch.py starts, and kills one")
   parser.addoption("--record-parity", action="store_true", help="write the errors that test_every_model.py measures")
   parser.addoption("--fuzz-cases", type=int, help="how many cases test_fuzz.py compares, and record the result")
   parser.addoption("--fuzz-seed", type=int, default=0, help="which cases")
