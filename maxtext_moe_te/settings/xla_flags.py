@@ -43,6 +43,7 @@ class Flag:
   until: str = ""
   hazard: str = ""
   members: Mapping[str, str] = field(default_factory=dict)
+  hazardous: tuple[str, ...] = ()
   minimum: int | None = None
 
 
@@ -313,8 +314,7 @@ def check(flags: str | Iterable[tuple[str, str | None]], names: Names | None, en
       )
     )
   for name, value in pairs:
-    finding = _unknown(name, names) or _malformed(name, value, names)
-    if finding:
+    if finding := _unknown(name, names) or _malformed(name, value, names) or _hazardous(name, value):
       findings.append(finding)
   findings += _repeated(pairs)
   values = dict(pairs)
@@ -337,11 +337,13 @@ def enforce(environ: Mapping[str, str], *, strict: bool = True) -> list[str]:
     RefusedError: for the first fatal finding.
   """
   text = environ.get("XLA_FLAGS", "")
-  findings = check(text, installed_names() if text.strip() else None, environ)
+  names = installed_names() if text.strip() else None
+  findings = check(text, names, environ)
   fatal = next((finding for finding in findings if finding.fatal), None)
   if fatal and strict:
     raise RefusedError(found=fatal.found, needed=fatal.needed, fix=fatal.fix)
-  return [str(finding) for finding in findings]
+  unchecked = ["XLA_FLAGS not checked: no jaxlib of a known layout is installed"] if text.strip() and names is None else []
+  return unchecked + [str(finding) for finding in findings]
 
 
 def is_multi_stream(flags: Mapping[str, Scalar | None]) -> bool:
@@ -440,6 +442,20 @@ def _malformed(name, value, names):
     return None
   shown = f"--{name}" if value is None else f"--{name}={value}"
   return Finding(found=f"{shown} in XLA_FLAGS has a wrong value", needed=needed, fix=f"correct or remove {shown}")
+
+
+def _hazardous(name, value):
+  flag = catalogue().get(name)
+  words = [word.strip().upper() for word in (value or "").split(",")] if flag else []
+  for hazard in flag.hazardous if flag else ():
+    if hazard in words or f"+{hazard}" in words:
+      return Finding(
+        found=f"--{name} names {hazard}. {flag.hazard.rstrip('.')}",
+        needed=f"the flag without {hazard}",
+        fix=f"remove {hazard} from --{name}",
+        fatal=False,
+      )
+  return None
 
 
 def _repeated(pairs):

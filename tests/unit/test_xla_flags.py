@@ -238,6 +238,11 @@ def test_a_wrong_domain_passes_xlas_parser_and_not_ours():
   [
     ("--xla_gpu_autotune_level=0 --xla_gpu_autotune_level=4", "--xla_gpu_autotune_level is in XLA_FLAGS as 0 and as 4; XLA takes the last"),
     (
+      "--xla_gpu_enable_command_buffer=+COLLECTIVES",
+      "--xla_gpu_enable_command_buffer names COLLECTIVES. With COLLECTIVES a run on GB200 hung at step 838 "
+      "(https://github.com/marin-community/marin/pull/8277)",
+    ),
+    (
       "--xla_gpu_collective_domain_assignment=scale_up_fabric",
       "--xla_gpu_collective_domain_assignment without --xla_gpu_enable_latency_hiding_scheduler=true: nothing overlaps",
     ),
@@ -275,6 +280,11 @@ def test_enforce_refuses_or_reports():
     xla_flags.enforce(environ)
   assert len(xla_flags.enforce(environ, strict=False)) == 2
   assert xla_flags.enforce({}) == []
+
+
+def test_an_unknown_layout_of_jaxlib_is_said(monkeypatch):
+  monkeypatch.setattr(xla_flags, "installed_names", lambda: None)
+  assert xla_flags.enforce({"XLA_FLAGS": "--xla_x=1"}) == ["XLA_FLAGS not checked: no jaxlib of a known layout is installed"]
 
 
 # Profiles
