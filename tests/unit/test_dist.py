@@ -98,7 +98,7 @@ def test_it_works_where_it_is_installed(built, tmp_path, which):
   listed = "from maxtext_moe_te.settings import overlay; print(overlay.__file__, *overlay.packaged())"
   where, *overlays = environments.run(python, python, "-c", listed).stdout.split()
   assert where.startswith(str(tmp_path))
-  assert overlays == sorted(path.stem for path in (environments.ROOT / "configs").glob("*.yml"))
+  assert sorted(overlays) == sorted(path.stem for path in (environments.ROOT / "configs").glob("*.yml"))
   if environments.run(python, python, "-c", "import maxtext").returncode == 0:
     assert "mixtral-8x7b" in said("models")
 
