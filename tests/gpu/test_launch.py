@@ -17,7 +17,7 @@ model_name=qwen3-30b-a3b override_model_config=true base_num_decoder_layers=2 sc
 base_num_query_heads=4 base_num_kv_heads=4 head_dim=128 num_experts=8 num_experts_per_tok=2 vocab_size=1024 max_target_length=128
 per_device_batch_size=1 dtype=bfloat16 attention=dot_product dataset_type=synthetic hardware=gpu log_config=false
 enable_tensorboard=false enable_checkpointing=false ici_fsdp_parallelism=1 ici_expert_parallelism=2 run_name=t
-""".split()
+"""
 
 
 @pytest.mark.gpu
@@ -27,7 +27,7 @@ def test_two_ranks_on_one_gpu_train_and_end_together(tmp_path):
   environment["PYTHONPATH"] = os.pathsep.join([str(Path(launch.__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
   command = [
     sys.executable, "-m", "maxtext_moe_te", "launch", "--nproc", "2", "--ranks-per-gpu", "2", "--no-doctor", "--logs", str(tmp_path),
-    "train", "overlay=te-moe-bf16", "moe_te.transport=nccl_ep", *WORDS, f"base_output_directory={tmp_path}",
+    "train", "overlay=te-moe-bf16", "moe_te.transport=nccl_ep", *WORDS.split(), f"base_output_directory={tmp_path}",
   ]  # fmt: skip
 
   def start(steps):
