@@ -38,6 +38,7 @@ _DROPPED = {
 # Key to MaxText's name for the same.
 _RENAMED = {
   "zero_one": "shard_optimizer_over_data",
+  "batch_size": "per_device_batch_size",
   **{
     f"{network}_{short}": f"{network}_{axis}_parallelism"
     for network in ("ici", "dcn")
@@ -52,8 +53,6 @@ _RENAMED = {
     for short in shorts
   },
 }
-# The launcher's command line: option to key.
-_OPTIONS = {"batch_size": "per_device_batch_size"}
 # Tensors of the routed experts. Under te_moe_block nothing has these names but the dense and shared layers' mlpwi_0 and mlpwo.
 _EXPERT_TENSORS = ("mlpwi_0", "mlpwo", "moe_x_sorted", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo")
 _SECTIONS = {"xla_flags": "xla_flags", "env": "env", "env_vars": "env", "environment": "env"}
@@ -331,8 +330,8 @@ def _launcher_words(words):
       yield {"maxtext_arg": "maxtext", "xla_flag": "xla_flags", "env": "env"}[name], key, inner if name == "env" else _scalar(inner)
     elif plain in ("pgle", "scan_layers") and value is None:
       yield "maxtext", plain, not negated
-    elif name in _OPTIONS or name in _RENAMED or name in ("quantization", "profiler", "steps"):
-      yield "maxtext", _OPTIONS.get(name, name), _scalar(value or "")
+    elif name in _RENAMED or name in ("quantization", "profiler", "steps"):
+      yield "maxtext", name, _scalar(value or "")
     else:
       yield "launcher", option, None
 

@@ -245,21 +245,21 @@ def installed_names() -> Names | None:
   longer string is not a flag. Exact for `xla_gpu_` names in the jaxlib releases of tests/xla_flags.json; of the other `xla_`
   names each library holds some twenty that are no flags. Nothing is imported, no backend started.
   """
-  jaxlib = _folder("jaxlib")
-  common = jaxlib and jaxlib / "libjax_common.so"
-  if not common or not common.is_file():
+  common = next((folder / "libjax_common.so" for folder in _folders("jaxlib")), None)
+  if common is None or not common.is_file():
     return None
   version = importlib.metadata.version("jaxlib")
   libraries = {f"jaxlib {version}": names_in(common)}
-  plugins = _folder("jax_plugins")
-  for library in sorted(plugins.glob("xla_cuda*/xla_cuda_plugin.so")) if plugins else ():
-    libraries[f"CUDA plugin {library.parent.name}"] = names_in(library)
+  for folder in _folders("jax_plugins"):
+    for library in sorted(folder.glob("xla_cuda*/xla_cuda_plugin.so")):
+      libraries[f"CUDA plugin {library.parent.name}"] = names_in(library)
   return Names(libraries=libraries, version=version)
 
 
-def _folder(package):
-  spec = importlib.util.find_spec(package)  # finds a top-level package without importing it
-  return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
+def _folders(package):
+  """Where a top-level package lies, found without importing it; a namespace package may lie in several places."""
+  spec = importlib.util.find_spec(package)
+  return [Path(folder) for folder in spec.submodule_search_locations or ()] if spec else []
 
 
 @functools.cache
@@ -286,7 +286,9 @@ def _constants(data):
 # Checks
 
 
-def check(flags: str | Iterable[tuple[str, str | None]], names: Names | None, environ: Mapping[str, str] | None = None):
+def check(
+  flags: str | Iterable[tuple[str, str | None]], names: Names | None, environ: Mapping[str, str] | None = None
+) -> list[Finding]:
   """What is wrong with the flags that a run is about to start with.
 
   Args:
@@ -433,7 +435,7 @@ def _malformed(name, value, names):
     signed = [word[:1] in "+-" for word in words if word]
     legal = [word for word, since in flag.members.items() if not since or not names or Version(names.version) >= Version(since)]
     accepted = {word.lower() for word in legal}
-    wrong = [word for word in words if word and word.lstrip("+-").lower() not in accepted] or not words
+    wrong = [word for word in words if word and word.lstrip("+-").lower() not in accepted]
     if wrong or (any(signed) and not all(signed)):
       needed = (f"words among {', '.join(legal)}, joined by commas" if flag.type == "list" else f"one of {', '.join(legal)}") + (
         ", all or none of them with + or -" if any(signed) else ""

@@ -59,6 +59,12 @@ def test_the_installed_jaxlib_has_what_was_recorded():
     assert found == flags_of(installed.version).union(more), library
 
 
+def test_only_whole_strings_are_names(tmp_path):
+  library = tmp_path / "no-elf.so"
+  library.write_bytes(b"\0xla_a\0xla_b\0--xla_c\0xla_d=1\0")
+  assert xla_flags.names_in(library) == {"xla_a", "xla_b"}
+
+
 def test_the_catalogue_agrees_with_the_record():
   kinds = {"list": "string", "choice": "string"}
   for name, flag in xla_flags.catalogue().items():
