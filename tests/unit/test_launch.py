@@ -17,11 +17,20 @@ from maxtext_moe_te.tools import launch
 
 # What the launcher sees of MaxText's trainer: steps that need all ranks, checkpoints, resuming, and a stop that all agree on.
 TRAINER = """
-import json, os, pathlib, sys, time
+import json, pathlib, signal, sys, time
+
+folder, steps, manner = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+if manner == "refuses":
+  from maxtext_moe_te.errors import RefusedError
+  raise RefusedError(found="a", needed="b", fix="c")
+if manner == "deaf":
+  signal.signal(signal.SIGTERM, signal.SIG_IGN)
+  print("completed step: 2 ", flush=True)
+  time.sleep(60)
+
 import jax, jax.numpy as jnp
 from jax.experimental import multihost_utils
 
-folder, steps, manner = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 mesh = jax.sharding.Mesh(jax.devices(), "rank")
 rank = jax.process_index()
 print("rank", rank, "of", jax.process_count(), "with", jax.local_device_count(), "device", flush=True)
@@ -40,25 +49,24 @@ for number in range(start, steps):
     save(number + 1, w)
   if manner == f"rank {rank} fails at {number}":
     raise RuntimeError("the reason")
-  if manner == f"rank {rank} refuses":
-    from maxtext_moe_te.errors import RefusedError
-    raise RefusedError(found="a", needed="b", fix="c")
-  while manner == "deaf" and stop:
-    time.sleep(1)
   if stop:
     break
 """
 
 
-# The product's entry, whose `activate` would import MaxText.
+# The product's entry, whose `activate` would import MaxText. Only the trainer that trains needs JAX.
 ENTRY = """
 import sys
 import maxtext_moe_te
 from maxtext_moe_te import cli, versions
 maxtext_moe_te.activate = lambda **kwargs: None
+from maxtext_moe_te.tools import launch
 versions.check_maxtext = lambda **kwargs: None
 if sys.argv[1] == "doctor":
-  sys.exit(3)
+  print("the machine lacks something", file=sys.stderr)
+  sys.exit(2)
+if sys.argv[-1] in ("refuses", "deaf"):
+  launch.Rank.join = lambda self: None
 sys.exit(cli.main())
 """
 LAUNCH = """
@@ -187,7 +195,7 @@ def test_a_rank_that_raises_is_named_with_its_reason(start):
 
 
 def test_a_refusal_is_one_line(start):
-  status, _, err = finish(start("--no-doctor", manner="rank 0 refuses", nproc=1))
+  status, _, err = finish(start("--no-doctor", manner="refuses", nproc=2))
   assert status == 2
   assert [line for line in err.splitlines() if line.startswith("  ")] == ["  maxtext-moe-te: error: a; needed: b. Fix: c."]
 
