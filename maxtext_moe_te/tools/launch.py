@@ -89,7 +89,9 @@ def main(argv: list[str]) -> int:
   """
   arguments = _parse(argv)
   if arguments.doctor and importlib.util.find_spec("maxtext_moe_te.tools.doctor"):
-    status = subprocess.run([*ENTRY, "doctor"], check=False).returncode
+    job = arguments.words[1:] if arguments.command == "run" else arguments.words  # without the module's name
+    size = ["--nodes", str(arguments.nnodes), "--processes-per-node", str(arguments.nproc)]
+    status = subprocess.run([*ENTRY, "doctor", *size, *job], check=False).returncode
     if status:
       _say("doctor found what would stop this run; --no-doctor starts it all the same")
       return status
