@@ -9,7 +9,7 @@
     ├── RefusedError           a run that would not be exact, or would hang or abort, under the plugin
     └── CapacityError          a step that needed more receive capacity than the run was given
 
-Nothing else belongs here: an error of MaxText, JAX or XLA surfaces as it is.
+Nothing else belongs here: an error of MaxText, JAX or XLA surfaces as it is, but for what MaxText's configuration refuses.
 """
 
 import difflib

@@ -5,6 +5,7 @@ messages for keys that do not exist, and the two switches away from MaxText's dr
 does not judge models: the checks it is given do, on the resolved configuration.
 """
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -55,7 +56,8 @@ def config_seams(overlay: Overlay | None, options: MoeTeOptions, checks: Sequenc
     @functools.wraps(original)
     def resolve_with_overlay(argv=None, config_class=types.MaxTextConfig, **kwargs):
       injected = _injected(argv, config_class, kwargs, overlay or Overlay(()), options)
-      config = original(argv, config_class=relaxed(config_class, options), **kwargs, **injected)
+      with _in_one_line():
+        config = original(argv, config_class=relaxed(config_class, options), **kwargs, **injected)
       if options.enabled:
         _check_dropless(config)
       for check in checks:
@@ -74,6 +76,21 @@ def config_seams(overlay: Overlay | None, options: MoeTeOptions, checks: Sequenc
     )
     for name, fingerprints in _FINGERPRINTS.items()
   ]
+
+
+@contextlib.contextmanager
+def _in_one_line():
+  """What MaxText's validators say about a value, or about several that do not go together, without the traceback around it."""
+  try:
+    yield
+  except pydantic.ValidationError as error:
+    first = error.errors(include_url=False, include_context=False)[0]
+    key = first["loc"][0] if first["loc"] else ""  # further parts name types that were tried
+    raise OptionError(
+      found=f"{key}={first['input']}, which MaxText refuses" if key else "a combination of values that MaxText refuses",
+      needed=" ".join(first["msg"].removeprefix("Value error, ").split()).rstrip("."),
+      fix=f"change {key}" if key else "change one of the keys named there",
+    ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +121,8 @@ def explain(argv: Sequence[str], overlay: Overlay | None, options: MoeTeOptions)
   injected = _injected(argv, types.MaxTextConfig, {}, overlay, options)
   quiet = {"skip_jax_distributed_system": True, "log_config": False}  # keywords beat words
   resolve = inspect.unwrap(pyconfig.initialize)  # ours, if the plugin is active, would take `injected` for the user's
-  config = resolve(argv, config_class=relaxed(types.MaxTextConfig, options), **{**injected, **quiet})
+  with _in_one_line():
+    config = resolve(argv, config_class=relaxed(types.MaxTextConfig, options), **{**injected, **quiet})
   if options.enabled:
     _check_dropless(config)
   raw, chain = run.resolved(injected), list(_chain(run.base_path))

@@ -201,6 +201,24 @@ def test_nested_and_multimodal_keys_are_known(resolve):
   resolve("image_path=x")
 
 
+@pytest.mark.parametrize(
+  ("word", "text"),
+  [
+    ("per_device_batch_size=abc", r"per_device_batch_size=abc, which MaxText refuses; needed: .* Fix: change per_device_batch_size\."),
+    ("model_name=qwen3-30b-a4b", "qwen3-30b-a4b"),
+    (
+      "num_experts=4",
+      "a combination of values that MaxText refuses; needed: For a fully MoE model, base_mlp_dim must equal base_moe_mlp_dim. "
+      r"Got base_mlp_dim=64, base_moe_mlp_dim=32\. Fix: change one of the keys named there\.",
+    ),
+  ],
+)
+def test_values_that_maxtext_refuses(resolve, word, text):
+  with pytest.raises(OptionError, match=text) as caught:
+    resolve(word, *(["base_moe_mlp_dim=32"] if "experts" in word else []))
+  assert caught.value.__cause__ is None
+
+
 def test_words_that_are_not_key_value(resolve):
   assert refused(resolve, OptionError, "foo") == (
     "the word 'foo' on the command line is not key=value; needed: key=value words. Fix: write foo=VALUE or remove it."
