@@ -202,7 +202,9 @@ class Layer:
     tflop = 3 * 2 * rows_per_rank * 3 * self.width * self.expert_width / 1e12
     dims = zip(("experts", "k", "batch_per_rank", "sequence", "width", "expert_width"), SHAPES[self.args.shape])
     result = {"shape": {"name": self.args.shape, **dict(dims)}}
-    result |= {"ranks": self.args.ranks, "routing": "even" if self.args.even else "Dirichlet(1)", "one_gpu": self.args.one_gpu, "capacity": self.group.capacity, "tflop_per_rank": tflop}
+    routing = "even" if self.args.even else "Dirichlet(1)"
+    result |= {"ranks": self.args.ranks, "routing": routing, "one_gpu": self.args.one_gpu}
+    result |= {"capacity": self.group.capacity, "tflop_per_rank": tflop}
     ours = record.time_ms(step, inputs, cotangent)
     result["ours"] = ours | {"tflops": round(tflop / ours["median_ms"] * 1e3, 1)}
     with tempfile.TemporaryDirectory() as folder:
