@@ -182,3 +182,32 @@ def pretend_group(group, outer: int) -> None:
       num_local_experts=local, max_tokens_per_rank=tokens, recv_capacity_per_rank=rows, hidden_dim=group.width,
     )
   )  # fmt: skip
+
+
+def pretend_expert_parallel() -> None:
+  """NCCL EP groups without ranks: from here on a bootstrap only records what it is for."""
+  from maxtext_moe_te.moe import te_runtime
+  from maxtext_moe_te.moe.transport import nccl_ep
+
+  def bootstrap(group, mesh, expert_axis):
+    group.check()
+    pretend_group(group, mesh.devices.size // mesh.shape[expert_axis])
+    nccl_ep._bootstrapped = group
+
+  nccl_ep.bootstrap = bootstrap
+  nccl_ep.check_local_devices = lambda: None
+  te_runtime.prepare_nccl_ep = lambda: None
+
+
+ATTENTION_WORKSPACE_BYTES = 64 * 2**20  # invented: only a GPU can say what cuDNN wants
+
+
+def pretend_fused_attention() -> None:
+  """Transformer Engine's fused attention without a GPU to ask; its workspace is `ATTENTION_WORKSPACE_BYTES`."""
+  import transformer_engine_jax
+
+  backends, dtypes = transformer_engine_jax.NVTE_Fused_Attn_Backend, transformer_engine_jax.DType
+  transformer_engine_jax.get_fused_attn_backend = lambda *args: (backends.NVTE_F16_arbitrary_seqlen, "")
+  workspace = lambda *args: ((ATTENTION_WORKSPACE_BYTES,), dtypes.kByte)
+  transformer_engine_jax.get_fused_attn_fwd_workspace_sizes = workspace
+  transformer_engine_jax.get_fused_attn_bwd_workspace_sizes = workspace

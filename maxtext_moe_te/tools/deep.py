@@ -1,0 +1,195 @@
+"""A user's train step, compiled for GPUs that need not be there: where offloaded bytes go, which collectives overlap.
+
+`compile_step` starts a process of its own: the descriptions of GPUs, the stand-in for the driver and XLA's dumps are nothing that
+a process with a future should have. Depth costs no compilation where layers are scanned, so the model is taken whole; unscanned
+ones are cut to `UNSCANNED_LAYERS`.
+"""
+
+import dataclasses
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+from maxtext_moe_te.errors import MoeTeError, OptionError, RefusedError
+from maxtext_moe_te.tools import described, streams
+
+OFFLOAD = ("query_proj", "value_proj")
+PROFILES = ("multistream-domain", "multistream-aggressive")
+UNSCANNED_LAYERS = 4
+# What a compilation must not ask of a run: data, checkpoints, other processes. Last words win.
+_STANDING = (
+  "run_name=deep", "enable_checkpointing=false", "dataset_type=synthetic", "skip_jax_distributed_system=true", "log_config=false",
+  "enable_tensorboard=false", "enable_goodput_recording=false", "monitor_goodput=false",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+  """What to compile.
+
+  Args:
+    words: MaxText's arguments, the run's YAML first.
+    overlay: as after overlay=, or "".
+    options: the plugin's options.
+    gpu: a part of XLA's description of a GPU, such as H200.
+    topology: NVLink domains x processes per domain x GPUs per process.
+    profiles: named sets of XLA flags to compare.
+  """
+
+  words: tuple[str, ...]
+  overlay: str = ""
+  options: dict = dataclasses.field(default_factory=dict)
+  gpu: str = "H200"
+  topology: str = "1x8x1"
+  profiles: tuple[str, ...] = PROFILES
+
+
+def compile_step(request: Request, *, timeout_s: int = 1800) -> dict:
+  """Compiles the step without offload, with it, and with each profile besides.
+
+  Returns:
+    dict: gpu, devices, layers, names, expected_host_bytes, and variants: name to what `_figures` gives.
+
+  Raises:
+    MoeTeError: what refuses the run, or this machine.
+    RuntimeError: the process failed otherwise; its last words.
+  """
+  if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", request.topology):
+    raise OptionError(
+      found=f"the topology {request.topology!r}", needed="NVLink domains x processes x GPUs per process", fix="write for example 1x8x1"
+    )
+  described.target(request.gpu)
+  with tempfile.TemporaryDirectory() as folder:
+    environment = described.environment(pathlib.Path(folder))
+    command = [sys.executable, "-m", "maxtext_moe_te.tools.deep", folder]
+    try:
+      done = subprocess.run(
+        command, input=json.dumps(dataclasses.asdict(request)), env=environment, capture_output=True, text=True, timeout=timeout_s
+      )
+    except subprocess.TimeoutExpired as error:
+      raise RefusedError(
+        found=f"the compilation had not ended after {timeout_s} s", needed="more time", fix="give --timeout more seconds"
+      ) from error
+    answer = pathlib.Path(folder) / "answer.json"
+    if not answer.exists():
+      last = [line for line in done.stderr.splitlines() if line.strip()][-8:]
+      raise RuntimeError(f"the compiling process ended with status {done.returncode}: " + " | ".join(last)[-1500:])
+    result = json.loads(answer.read_text())
+  if "refused" in result:
+    raise RefusedError(**result["refused"])
+  return result
+
+
+def main(folder: str) -> int:
+  """The compiling process: reads a request from standard input, writes folder/answer.json."""
+  request = Request(**json.load(sys.stdin))
+  try:
+    answer = _compile(request, pathlib.Path(folder))
+  except MoeTeError as error:
+    answer = {"refused": {"found": error.found, "needed": error.needed, "fix": error.fix}}
+  (pathlib.Path(folder) / "answer.json").write_text(json.dumps(answer))
+  return 0
+
+
+def _compile(request, folder):
+  import importlib.util
+
+  devices, capability = described.devices(request.gpu, request.topology)
+  if importlib.util.find_spec("transformer_engine"):
+    described.pretend_expert_parallel()
+    described.pretend_fused_attention()
+  from maxtext_moe_te.host import step as steps
+  from maxtext_moe_te.settings import overlay as overlays
+  from maxtext_moe_te.settings import xla_flags
+  from maxtext_moe_te.settings.config import MoeTeOptions
+
+  overlay = overlays.load(request.overlay) if request.overlay else None
+  options = MoeTeOptions.from_mapping(overlay.moe_te, request.overlay) if overlay else MoeTeOptions()
+  options = options.replace_from(request.options, "the command line").replace_from({"xla_profile": ""}, "here")
+  given = dict(word.split("=", 1) for word in request.words if "=" in word)
+  words = [*request.words, *_STANDING, f"base_output_directory={folder}"]
+  if not given.get("hardware", "").startswith("gpu"):
+    words.append("hardware=gpu")
+  if given.get("scan_layers", "true").lower() == "false":
+    words.append(f"base_num_decoder_layers={min(int(given.get('base_num_decoder_layers', UNSCANNED_LAYERS)), UNSCANNED_LAYERS)}")
+  build = lambda words, options: steps.build(
+    words, overlay=overlay, options=options, devices=devices, domains=int(request.topology.split("x")[0])
+  )
+
+  with_offload = build(words, options.replace_from({"offload": list(options.offload or OFFLOAD)}, "here"))
+  names = tuple(options.offload or OFFLOAD)
+  on_device = ["remat_policy=custom", *(f"{name}=device" for name in names)]
+  without = build([*words, *on_device], options.replace_from({"offload": ""}, "here"))
+  flags = {} if overlay is None else dict(overlay.xla_flags)
+  flags |= {"xla_gpu_autotune_level": 0, "xla_gpu_enable_cub_radix_sort": capability < 100, "xla_dump_hlo_as_text": True}
+  variants = {"device": (without, {}), "offload": (with_offload, {})}
+  variants |= {name: (with_offload, xla_flags.profile(name)) for name in request.profiles}
+  answer = {
+    "gpu": devices[0].device_kind,
+    "devices": len(devices),
+    "mesh": {axis: size for axis, size in with_offload.mesh.shape.items() if size > 1},
+    "layers": with_offload.config.num_decoder_layers,
+    "attention": str(with_offload.config.attention),
+    "names": names,
+    "expected_host_bytes": sum(with_offload.named_bytes[name] for name in names),
+    "device_memory_bytes": described.memory_bytes(described.target(request.gpu)),
+    "variants": {},
+  }
+  for name, (step, more) in variants.items():
+    dump = folder / name
+    compiled = step.compile(flags | more | {"xla_dump_to": str(dump)})
+    answer["variants"][name] = _figures(compiled, dump)
+    print(name, "compiled", file=sys.stderr, flush=True)
+  return answer
+
+
+def _figures(compiled, dump):
+  """Bytes of one program, and its streams.
+
+  `remat_instructions` are operations that XLA repeats to save memory; it counts host memory as device memory there.
+  """
+  memory, text = compiled.memory_analysis(), compiled.as_text()
+  calls = re.findall(r'custom_call_target="(te_\w+)"', text)
+  return {
+    "host_bytes": memory.host_temp_size_in_bytes,
+    "device_temporary_bytes": memory.temp_size_in_bytes,
+    "device_argument_bytes": memory.argument_size_in_bytes,
+    "device_peak_bytes": memory.peak_memory_in_bytes,
+    "remat_instructions": len(re.findall(r"^\s+%?\S+\.remat\S* = ", text, re.M)),
+    "transformer_engine_calls": {name: calls.count(name) for name in sorted(set(calls))},
+    "streams": dataclasses.asdict(streams.report(dump)),
+  }
+
+
+def text(result: dict) -> str:
+  """The result for a terminal."""
+  variants, expected, mib = result["variants"], result["expected_host_bytes"], 2**20
+  device, offload = variants["device"], variants["offload"]
+  saved = device["device_temporary_bytes"] - offload["device_temporary_bytes"]
+  mesh = " x ".join(f"{axis} {size}" for axis, size in result["mesh"].items()) or "one device"
+  lines = [
+    f"compiled for {result['devices']} {result['gpu']}, {mesh}, {result['layers']} layers, attention={result['attention']}",
+    f"offload of {', '.join(result['names'])}: {offload['host_bytes'] / mib:,.1f} MiB in host memory of each GPU's process, "
+    f"{expected / mib:,.1f} MiB expected ({ratio(offload['host_bytes'], expected)}); device memory {saved / mib:+,.1f} MiB saved",
+  ]
+  for name, figures in variants.items():
+    overlap = figures["streams"]
+    lines.append(
+      f"{name:24s} {overlap['collectives']} collectives, {overlap['in_domain']} in the NVLink domain; {overlap['eligible']} pairs may "
+      f"overlap, {len(overlap['overlapped'])} do on different streams, {len(overlap['hazards'])} of them share more than one device"
+      + (f"; {overlap['expert_calls']} NCCL EP calls on communication streams" if overlap["expert_calls"] else "")
+    )
+    lines += [f"{'':24s}   {left} beside {right}" for left, right in overlap["hazards"]]
+  return "\n".join(lines)
+
+
+def ratio(found: int, expected: int) -> str:
+  """found / expected in percent."""
+  return f"{100 * found / expected:.2f} %" if expected else "nothing expected"
+
+
+if __name__ == "__main__":
+  sys.exit(main(*sys.argv[1:]))
