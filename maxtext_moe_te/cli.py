@@ -55,6 +55,10 @@ def main(argv: list[str] | None = None) -> int:
       from maxtext_moe_te.tools import models
 
       return models.main(argv[own:])
+    if args.command == "doctor":
+      from maxtext_moe_te.tools import doctor
+
+      return doctor.main(argv[own:])
     if args.command == "patch":
       from maxtext_moe_te.tools import patches
 
@@ -195,6 +199,7 @@ def _parser():
   entry.add_argument("module", metavar="MODULE", help=f"full name, for example {KNOWN_MODULES[1]}")
   commands.add_parser("launch", help="one process per GPU of this host: train or run, in several processes", add_help=False)
   commands.add_parser("demo", help="train a small model on this machine, on real text", add_help=False)
+  commands.add_parser("doctor", help="what will fail, be wrong or be slow on this machine, before it starts", add_help=False)
   commands.add_parser("models", help="MaxText's MoE models and how exact each is under the plugin", add_help=False)
   commands.add_parser("config", help="import NVIDIA's launcher YAML; show or compare effective configurations", add_help=False)
   commands.add_parser("patch", help="list, check, apply or revert the source patches for MaxText and TE", add_help=False)

@@ -13,7 +13,8 @@ import sys
 from maxtext.common import metric_logger
 
 from maxtext_moe_te import versions
-from maxtext_moe_te.host import configuration, layer, metrics, overflow, parts, patching, remat, rules_from_config
+from maxtext_moe_te.host import configuration, layer, metrics, overflow, parts, patching, remat
+from maxtext_moe_te.host.checks import check_config
 from maxtext_moe_te.host.patching import Activation, Seam
 from maxtext_moe_te.settings import xla_flags
 from maxtext_moe_te.settings.config import MoeTeOptions
@@ -104,37 +105,6 @@ LAYER_RELIES_ON = (
     f"{_MOE}:RoutedMoE.unpermute",
     f"{_MOE}:GateLogit.__call__",
 )
-
-
-def check_config(config, options: MoeTeOptions = MoeTeOptions()) -> None:
-  """Refuses, before anything is built or written, a run that would not be exact.
-
-  Raises:
-    RefusedError: with the one change that makes it run.
-  """
-  refused = rules_from_config.refusal(config)
-  if refused:
-    raise refused
-  if rules_from_config.is_moe(config):
-    sizes = axis_sizes(config)
-    rules_from_config.check_mesh(config, sizes)
-    parts.check_transport(options, sizes.get("expert", 1))
-    overflow.check(options, config)
-
-
-def axis_sizes(config) -> dict[str, int]:
-  """Size of every mesh axis; one left open (-1) gets the devices the others leave."""
-  sizes = {}
-  for parallelism, devices in (
-      (config.ici_parallelism, config.num_target_devices // max(config.num_slices, 1)),
-      (config.dcn_parallelism, max(config.num_slices, 1)),
-  ):
-    known = 1
-    for size in parallelism:
-      known *= size if size > 0 else 1
-    for axis, size in zip(config.mesh_axes, parallelism):
-      sizes[axis] = sizes.get(axis, 1) * (size if size > 0 else max(devices // known, 1))
-  return sizes
 
 
 def honest_context(original):

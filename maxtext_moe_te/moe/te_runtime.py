@@ -56,11 +56,12 @@ def dotted(version: int) -> str:
   return f"{major}.{rest // 100}.{rest % 100}"
 
 
-def check_grouped_gemm(compute_capability: str) -> None:
+def check_grouped_gemm(compute_capability: str, cublas: int | None = None) -> None:
   """Whether the graph-safe bfloat16 grouped GEMM runs on this GPU with this process's cuBLAS.
 
   Args:
     compute_capability: as jax gives it, "9.0".
+    cublas: the version; None for that of this process.
 
   Raises:
     RefusedError: the GPU is too old or of a kind the kernel does not serve.
@@ -73,7 +74,7 @@ def check_grouped_gemm(compute_capability: str) -> None:
         needed="Hopper (9.0) or data-centre Blackwell (10.x, 11.x) for Transformer Engine's grouped GEMM",
         fix="set moe_te.experts=ragged_dot",
     )
-  found, floor = cublaslt_version(), CUBLAS_FLOOR.get(major, CUBLAS_FLOOR[10])
+  found, floor = cublas or cublaslt_version(), CUBLAS_FLOOR.get(major, CUBLAS_FLOOR[10])
   if found < floor or found in CUBLAS_BAD:
     raise VersionError(
         found=f"cuBLAS {dotted(found)} at run time",
@@ -104,12 +105,7 @@ def prepare_nccl_ep() -> None:
     RefusedError: there is no CUDA compiler or no host compiler.
   """
   found = nccl_version()
-  if found < NCCL_FLOOR:
-    raise VersionError(
-        found=f"NCCL {dotted(found)} at run time",
-        needed=f"{dotted(NCCL_FLOOR)} or newer for NCCL EP",
-        fix="pip install 'nvidia-nccl-cu13>=2.32.3' and put it first in LD_LIBRARY_PATH, or set moe_te.transport=xla",
-    )
+  check_nccl(found)
   nvcc = _nvcc()
   if nvcc is None:
     raise RefusedError(
@@ -145,6 +141,20 @@ def prefer_pip_cudnn(environment: MutableMapping[str, str]) -> Path | None:
     return None
   environment["CUDNN_HOME"] = str(folder)
   return folder
+
+
+def check_nccl(found: int) -> None:
+  """Whether NCCL EP takes this NCCL.
+
+  Raises:
+    VersionError: it does not.
+  """
+  if found < NCCL_FLOOR:
+    raise VersionError(
+        found=f"NCCL {dotted(found)} at run time",
+        needed=f"{dotted(NCCL_FLOOR)} or newer for NCCL EP",
+        fix="pip install 'nvidia-nccl-cu13>=2.32.3' and put it first in LD_LIBRARY_PATH, or set moe_te.transport=xla",
+    )
 
 
 def _nvcc() -> Path | None:

@@ -15,10 +15,12 @@ import tempfile
 
 from maxtext_moe_te.errors import MoeTeError, OptionError, RefusedError
 from maxtext_moe_te.tools import described, streams
+from maxtext_moe_te.tools.doctor.checks import ERROR, NOTE, WARNING, Finding
 
 OFFLOAD = ("query_proj", "value_proj")
 PROFILES = ("multistream-domain", "multistream-aggressive")
 UNSCANNED_LAYERS = 4
+HOST_BYTES_TOLERANCE = 0.01
 # What a compilation must not ask of a run: data, checkpoints, other processes. Last words win.
 _STANDING = (
   "run_name=deep", "enable_checkpointing=false", "dataset_type=synthetic", "skip_jax_distributed_system=true", "log_config=false",
@@ -162,6 +164,66 @@ def _figures(compiled, dump):
     "transformer_engine_calls": {name: calls.count(name) for name in sorted(set(calls))},
     "streams": dataclasses.asdict(streams.report(dump)),
   }
+
+
+def findings(result: dict) -> list[Finding]:
+  """What of the result would hurt a run."""
+  source = f"compiled for {result['devices']} {result['gpu']}"
+  make = lambda severity, found, needed, fix: Finding(severity=severity, found=found, needed=needed, fix=fix, source=source)
+  offload, expected = result["variants"]["offload"], result["expected_host_bytes"]
+  found, mib = [], 2**20
+  if not expected or abs(offload["host_bytes"] / expected - 1) > HOST_BYTES_TOLERANCE:
+    found.append(
+      make(
+        ERROR,
+        f"offload of {', '.join(result['names'])} puts {offload['host_bytes'] / mib:,.1f} MiB into host memory and {expected / mib:,.1f} "
+        "MiB were expected",
+        "every layer's tensors there",
+        "look for a scan of length 1, whose tensors XLA keeps on the device",
+      )
+    )
+  if offload["remat_instructions"]:
+    found.append(
+      make(
+        WARNING,
+        f"XLA repeats {offload['remat_instructions']} operations to save memory, counting host memory as device memory",
+        "none, where the step fits without them",
+        "add xla_disable_hlo_passes: rematerialization to the overlay's xla_flags",
+      )
+    )
+  for name, figures in result["variants"].items():
+    # The pool is taken at start; what is beside it belongs to NCCL, NCCL EP and CUDA graphs.
+    if figures["device_peak_bytes"] > result["device_memory_bytes"]:
+      found.append(
+        make(
+          ERROR if name == "offload" else WARNING,
+          f"the step needs {figures['device_peak_bytes'] / 2**30:,.1f} GiB ({name}) and the GPU has "
+          f"{result['device_memory_bytes'] / 2**30:,.1f}",
+          "a step that fits",
+          "use more GPUs, a smaller per_device_batch_size, or more recomputation",
+        )
+      )
+    if figures["streams"]["hazards"] and name not in ("device", "offload"):
+      left, right = figures["streams"]["hazards"][0]
+      found.append(
+        make(
+          WARNING,
+          f"{name}: {len(figures['streams']['hazards'])} pairs of collectives on the same GPUs may run at once, "
+          f"such as {left} beside {right}",
+          "pairs that share at most one device: NCCL may deadlock on others",
+          f"leave {name} out, or try it for a thousand steps first",
+        )
+      )
+    if not figures["streams"]["overlapped"] and name not in ("device", "offload"):
+      found.append(
+        make(
+          NOTE,
+          f"{name} overlaps no pair of collectives on different streams; {figures['streams']['eligible']} pairs could",
+          "pairs next to each other in the schedule, on mesh axes that cross",
+          f"leave {name} out: it gains nothing here",
+        )
+      )
+  return found
 
 
 def text(result: dict) -> str:

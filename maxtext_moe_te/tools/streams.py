@@ -81,9 +81,7 @@ def report(folder: pathlib.Path) -> Report:
   return Report(
     collectives=len(program),
     in_domain=sum(collective.in_domain for collective in program),
-    eligible=sum(
-      a.computation == b.computation and a.shared_devices(b) <= 1 for a, b in itertools.combinations(program, 2)
-    ),
+    eligible=sum(a.computation == b.computation and a.shared_devices(b) <= 1 for a, b in itertools.combinations(program, 2)),
     overlapped=overlapped,
     hazards=hazards,
     expert_calls=expert_calls,
@@ -122,9 +120,7 @@ def collectives(program: str) -> list[Collective]:
 
 
 def _result_bytes(shape, start):
-  arrays = [
-    _BYTES[kind] * _product(dims) for kind, dims in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape) if kind in _BYTES
-  ]
+  arrays = [_BYTES[kind] * _product(dims) for kind, dims in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape) if kind in _BYTES]
   return sum(arrays[len(arrays) // 2 :]) if start else sum(arrays)  # an asynchronous start lists operands, then results
 
 

@@ -1,0 +1,35 @@
+"""What is asked of a resolved configuration before anything is built. Imports none of MaxText's layers, so that it is cheap to ask."""
+
+from maxtext_moe_te.host import overflow, parts, rules_from_config
+from maxtext_moe_te.settings.config import MoeTeOptions
+
+
+def check_config(config, options: MoeTeOptions = MoeTeOptions()) -> None:
+  """Refuses, before anything is built or written, a run that would not be exact.
+
+  Raises:
+    RefusedError: with the one change that makes it run.
+  """
+  refused = rules_from_config.refusal(config)
+  if refused:
+    raise refused
+  if rules_from_config.is_moe(config):
+    sizes = axis_sizes(config)
+    rules_from_config.check_mesh(config, sizes)
+    parts.check_transport(options, sizes.get("expert", 1))
+    overflow.check(options, config)
+
+
+def axis_sizes(config) -> dict[str, int]:
+  """Size of every mesh axis; one left open (-1) gets the devices the others leave."""
+  sizes = {}
+  for parallelism, devices in (
+      (config.ici_parallelism, config.num_target_devices // max(config.num_slices, 1)),
+      (config.dcn_parallelism, max(config.num_slices, 1)),
+  ):
+    known = 1
+    for size in parallelism:
+      known *= size if size > 0 else 1
+    for axis, size in zip(config.mesh_axes, parallelism):
+      sizes[axis] = sizes.get(axis, 1) * (size if size > 0 else max(devices // known, 1))
+  return sizes

@@ -1,0 +1,248 @@
+"""`maxtext-moe-te doctor`: what of this machine and of this job will fail, be wrong or be slow, before it starts.
+
+Facts are gathered once (`facts`), judged by small functions (`checks`), and shown as text or JSON. Nothing is changed. On GPUs three
+short probes run in processes of their own (`probes`), so that an abort is a finding.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from maxtext_moe_te import __version__
+from maxtext_moe_te.errors import MoeTeError, OptionError
+from maxtext_moe_te.settings import overlay as overlays
+from maxtext_moe_te.settings import xla_flags
+from maxtext_moe_te.settings.config import MoeTeOptions
+from maxtext_moe_te.settings.words import split_words
+from maxtext_moe_te.tools.doctor import checks, facts
+from maxtext_moe_te.tools.doctor.checks import ERROR, Finding
+
+RESOLVE_TIMEOUT_S = 180
+RANKS_TIMEOUT_S = 120
+
+
+def main(words: list[str]) -> int:
+  """Runs the doctor; see `--help`.
+
+  Returns:
+    int: 1 if anything found is an error, else 0.
+
+  Raises:
+    MoeTeError: the words themselves are wrong.
+  """
+  args, rest = _parser().parse_known_args(words)
+  unknown = [word for word in rest if word.startswith("-")]
+  if unknown:
+    raise OptionError(
+      found=f"the word {unknown[0]!r}", needed="an option of doctor, or what MaxText takes", fix="see maxtext-moe-te doctor --help"
+    )
+  start = time.monotonic()
+  machine = facts.machine_from(json.loads(Path(args.machine).read_text())) if args.machine else facts.gather()
+  job, resolved = read_job(rest, machine, args)
+  names = xla_flags.installed_names() if job.xla_flags.strip() and not args.machine else None
+  findings = checks.examine(machine, job, names=names)
+  report = {
+    "version": __version__,
+    "machine": dataclasses.asdict(machine),
+    "machine_digest": facts.digest(machine),
+    "job": dataclasses.asdict(job),
+  }
+  if args.image:
+    findings = [finding for finding in findings if finding.severity != checks.NOTE]
+  if args.ranks:
+    findings += gather_ranks(Path(args.ranks), machine, rank=args.rank, count=args.rank_count)
+  if machine.gpus and not args.machine and not args.image and args.probes:
+    from maxtext_moe_te.tools.doctor import probes
+
+    report["probes"], found = probes.run(machine, job)
+    findings += found
+  if args.deep or args.verify_offload:
+    report["deep"], found = _deep(resolved, job, args)
+    findings += found
+  report["findings"] = [dataclasses.asdict(finding) for finding in findings]
+  report["seconds"] = round(time.monotonic() - start, 1)
+  print(json.dumps(report, indent=2) if args.json else text(report, findings))
+  return 1 if any(finding.severity == ERROR for finding in findings) else 0
+
+
+def _parser():
+  parser = argparse.ArgumentParser(
+    prog="maxtext-moe-te doctor",
+    usage="maxtext-moe-te doctor [OPTIONS] [base.yml ARGS]",
+    description="What will fail, be wrong or be slow, before it starts.",
+    epilog="ARGS: what MaxText takes, and among it overlay=NAME|PATH[,…] and moe_te.OPTION=VALUE. Without them only the machine is judged.",
+    allow_abbrev=False,
+  )
+  parser.add_argument("--json", action="store_true", help="everything as JSON, fit to be posted")
+  parser.add_argument("--nodes", type=int, default=_environment_int("NNODES", "SLURM_NNODES") or 1)
+  parser.add_argument("--gpus-per-node", type=int, help="default: this machine's")
+  parser.add_argument("--nvlink-domain", type=int, default=0, help="GPUs of one NVLink domain; default: a node's")
+  parser.add_argument("--processes-per-node", type=int, default=0, help="default: one for each GPU")
+  parser.add_argument("--image", action="store_true", help="for a container being built, without a GPU: only what can be known there")
+  parser.add_argument("--machine", metavar="FILE", help="judge the machine of a report saved with --json (its key `machine`), not this one")
+  parser.add_argument("--no-probes", dest="probes", action="store_false", help="run nothing on the GPUs")
+  parser.add_argument("--deep", action="store_true", help="compile the step and look where bytes and collectives are; minutes")
+  parser.add_argument("--verify-offload", action="store_true", help="--deep for offload alone, and on a GPU a gradient check")
+  parser.add_argument("--gpu", default="", help="--deep: compile for this GPU, such as H200 or GB200; default: this machine's")
+  parser.add_argument("--topology", default="", help="--deep: NVLink domains x processes x GPUs each, such as 2x8x1; default: the job's")
+  ranks = parser.add_argument_group("across the processes of a job")
+  ranks.add_argument("--ranks", metavar="FOLDER", help="a shared folder in which every rank leaves its facts and reads the others'")
+  ranks.add_argument("--rank", type=int, default=_environment_int("NODE_RANK", "SLURM_PROCID") or 0)
+  ranks.add_argument("--rank-count", type=int, default=_environment_int("NNODES", "SLURM_NTASKS") or 1)
+  return parser
+
+
+def _environment_int(*names):
+  return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), None)
+
+
+def read_job(words: list[str], machine: facts.Machine, args) -> tuple[facts.Job, dict]:
+  """The job that the words describe, and what they are made of: words, overlay, options."""
+  rest, spec, given = split_words(words)
+  overlay = overlays.load(spec) if spec else None
+  options = MoeTeOptions.from_mapping(overlay.moe_te, spec) if overlay else MoeTeOptions()
+  options = options.replace_from(given, "the command line")
+  environment = dict(os.environ) if not args.machine else dict(machine.variables)
+  if overlay or options.xla_profile:
+    overlays.apply_environment(overlay or overlays.Overlay(()), environment, options.xla_profile)
+  gpus_per_node = args.gpus_per_node or len(machine.gpus) or 1
+  job = facts.Job(
+    nodes=args.nodes,
+    gpus_per_node=gpus_per_node,
+    nvlink_domain=args.nvlink_domain,
+    processes_per_node=args.processes_per_node,
+    options=options.as_dict(),
+    xla_flags=environment.get("XLA_FLAGS", ""),
+    variables={name: value for name, value in environment.items() if name.startswith(facts.VARIABLES)},
+  )
+  resolved = {"words": rest, "overlay": spec or "", "options": given}
+  if not rest and not spec:
+    return job, resolved
+  if not rest or not rest[0].endswith(".yml"):
+    rest = resolved["words"] = [str(_base_yml()), *rest]
+  answer = resolve(rest, spec or "", options, job)
+  config = answer["config"]
+  return dataclasses.replace(job, config=config, refused=answer["refused"], offloaded_bytes=offloaded_bytes(config, job)), resolved
+
+
+def _base_yml():
+  found = importlib.util.find_spec("maxtext")
+  if found is None:
+    raise OptionError(found="MaxText is not installed", needed="it, to resolve the job", fix="pip install maxtext==0.2.5")
+  return Path(next(iter(found.submodule_search_locations))) / "configs" / "base.yml"
+
+
+def resolve(words: list[str], overlay: str, options: MoeTeOptions, job: facts.Job) -> dict:
+  """What MaxText makes of the words, in a process of its own: {"config", "refused"}."""
+  request = {"words": words, "overlay": overlay, "options": options.as_dict(), "domains": 1, "per_domain": job.gpus}
+  environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "DECOUPLE_GCLOUD": "TRUE"}
+  command = [sys.executable, "-m", "maxtext_moe_te.tools.doctor.resolve"]
+  given = dict(word.split("=", 1) for word in words if "=" in word)
+  if any(name.startswith("dcn_") and value not in ("1", "-1") for name, value in given.items()):
+    request |= {"domains": max(job.gpus // job.domain, 1), "per_domain": job.domain}
+  done = subprocess.run(command, input=json.dumps(request), env=environment, capture_output=True, text=True, timeout=RESOLVE_TIMEOUT_S)
+  if "ANSWER" in done.stdout:
+    return json.loads(done.stdout.split("ANSWER", 1)[1])
+  last = " | ".join(line for line in done.stderr.splitlines()[-3:])[-600:]
+  return {"config": {}, "refused": {"found": f"MaxText could not be asked: {last}", "needed": "a MaxText that imports", "fix": "see above"}}
+
+
+def offloaded_bytes(config: dict, job: facts.Job) -> int:
+  """Host memory per GPU of offloaded queries, keys and values, bf16 or float32; other tensors are left to --deep."""
+  if not config.get("tensors_to_offload"):
+    return 0
+  width = 4 if config.get("dtype") == "float32" else 2
+  latent = config.get("attention_type") == "mla"
+  heads, kv_heads = config["num_query_heads"], config["num_kv_heads"]
+  of_query = heads * (config["qk_nope_head_dim"] + config["qk_rope_head_dim"]) if latent else heads * config["head_dim"]
+  of_value = heads * config["v_head_dim"] if latent else kv_heads * config["head_dim"]
+  elements = {"query_proj": of_query, "key_proj": of_query if latent else of_value, "value_proj": of_value}
+  per_token = sum(elements.get(name, 0) for name in config["tensors_to_offload"])
+  tokens = config["micro_batch_size_to_train_on"] * config["max_target_length"]
+  return tokens * per_token * width * config["num_decoder_layers"] // job.gpus
+
+
+def gather_ranks(folder: Path, machine: facts.Machine, *, rank: int, count: int) -> list[Finding]:
+  """Leaves this rank's facts in a shared folder, waits for the others', and says who differs."""
+  folder.mkdir(parents=True, exist_ok=True)
+  partial = folder / f".rank-{rank}.json"
+  partial.write_text(json.dumps(dataclasses.asdict(machine)))
+  partial.rename(folder / f"rank-{rank}.json")  # whole or not there
+  deadline = time.monotonic() + RANKS_TIMEOUT_S
+  while len(found := sorted(folder.glob("rank-*.json"))) < count and time.monotonic() < deadline:
+    time.sleep(0.2)
+  machines = {path.stem.replace("-", " "): facts.machine_from(json.loads(path.read_text())) for path in found}
+  missing = [f"rank {i}" for i in range(count) if f"rank {i}" not in machines]
+  findings = checks.compare(machines)
+  if missing:
+    findings.append(
+      Finding(
+        severity=ERROR,
+        found=f"{', '.join(missing)} of {count} left nothing in {folder} within {RANKS_TIMEOUT_S} s",
+        needed="all ranks, and a folder they share",
+        fix="look at the machines of those ranks",
+        source="the doctor",
+      )
+    )
+  return findings
+
+
+def _deep(resolved, job, args):
+  """(result or None, findings) of a compiled step."""
+  from maxtext_moe_te.tools import deep
+
+  if not resolved["words"]:
+    raise OptionError(
+      found="--deep without a job", needed="what MaxText takes", fix="add the words of the run, for example overlay=qwen3-30b-a3b-te-h200"
+    )
+  domains = max(job.gpus // job.domain, 1)
+  gpu = args.gpu or "H200"
+  request = deep.Request(
+    words=tuple(resolved["words"]),
+    overlay=resolved["overlay"],
+    options=resolved["options"],
+    gpu=gpu,
+    topology=args.topology or f"{domains}x{job.gpus // domains}x1",
+    profiles=() if args.verify_offload and not args.deep else deep.PROFILES,
+  )
+  try:
+    result = deep.compile_step(request)
+  except (MoeTeError, RuntimeError) as error:
+    fields = (error.found, error.needed, error.fix) if isinstance(error, MoeTeError) else (str(error), "a step that compiles", "see above")
+    return None, [Finding(severity=ERROR, found=fields[0], needed=fields[1], fix=fields[2], source=f"compiled for {gpu}")]
+  return result, deep.findings(result)
+
+
+def text(report: dict, findings: list[Finding]) -> str:
+  """The report for a terminal."""
+  machine, job = report["machine"], report["job"]
+  told = [
+    f"{name} {machine['packages'][name]}" for name in ("maxtext", "jax", "jaxlib", "transformer-engine") if name in machine["packages"]
+  ]
+  gpus = machine["gpus"]
+  lines = [
+    f"python {machine['python']}, {', '.join(told) or 'nothing installed'}",
+    f"{len(gpus)} x {gpus[0]['name']} ({gpus[0]['capability']}), driver {machine['driver']}" if gpus else "no GPU",
+    f"machine {report['machine_digest']} (equal on all machines of a job)",
+  ]
+  if job["config"]:
+    sizes = " x ".join(f"{axis} {size}" for axis, size in job["config"].get("axis_sizes", {}).items() if size > 1)
+    lines.append(f"job: {job['config'].get('model_name')} on {job['nodes']} x {job['gpus_per_node']} GPUs, {sizes or 'one device'}")
+  for name, probe in report.get("probes", {}).items():
+    lines.append(f"probe {name}: {probe}")
+  if report.get("deep"):
+    from maxtext_moe_te.tools import deep
+
+    lines.append(deep.text(report["deep"]))
+  lines += [f"{finding.severity}: {finding}" for finding in findings]
+  counts = {severity: sum(finding.severity == severity for finding in findings) for severity in ("error", "warning", "note")}
+  lines.append(
+    ", ".join(f"{count} {severity}{'s' if count != 1 else ''}" for severity, count in counts.items()) + f", {report['seconds']} s"
+  )
+  return "\n".join(lines)

@@ -1,0 +1,834 @@
+"""What the doctor concludes: small functions from a machine and a job to findings, each with where it is known from.
+
+A check that the run itself makes is asked there, not restated. Severities: an error stops the run or makes it wrong; a warning costs
+speed, memory or certainty; a note says what could not be judged here.
+"""
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Iterator
+
+from packaging.version import Version
+
+from maxtext_moe_te import versions
+from maxtext_moe_te.errors import MoeTeError
+from maxtext_moe_te.moe import te_runtime
+from maxtext_moe_te.settings import xla_flags
+from maxtext_moe_te.tools.doctor.facts import Job, Machine
+
+ERROR, WARNING, NOTE = "error", "warning", "note"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+  """One conclusion, in the words of `errors.MoeTeError`.
+
+  Args:
+    source: where it is known from: a link, or `measured` or `tried` with the version.
+  """
+
+  severity: str
+  found: str
+  needed: str
+  fix: str
+  source: str
+
+  def __str__(self):
+    return f"{self.found}; needed: {self.needed}. Fix: {self.fix}. [{self.source}]"
+
+
+CHECKS: list[Callable[[Machine, Job], Iterator[Finding]]] = []
+
+
+def check(function):
+  """Registers a check."""
+  CHECKS.append(function)
+  return function
+
+
+def examine(machine: Machine, job: Job, *, names=None) -> list[Finding]:
+  """All findings, errors first.
+
+  Args:
+    machine: the facts of this machine.
+    job: what is to run.
+    names: the XLA flags that the installed libraries know, see `settings.xla_flags.installed_names`; None checks none.
+  """
+  found = [finding for one in CHECKS for finding in one(machine, job)]
+  found += _flags(job, names)
+  return sorted(found, key=lambda finding: (ERROR, WARNING, NOTE).index(finding.severity))
+
+
+def _error(found, needed, fix, source):
+  return Finding(severity=ERROR, found=found, needed=needed, fix=fix, source=source)
+
+
+def _warning(found, needed, fix, source):
+  return Finding(severity=WARNING, found=found, needed=needed, fix=fix, source=source)
+
+
+def _note(found, needed, fix, source):
+  return Finding(severity=NOTE, found=found, needed=needed, fix=fix, source=source)
+
+
+def _asked(call, source, make=_error):
+  """The finding of a check that raises."""
+  try:
+    call()
+  except MoeTeError as error:
+    yield make(error.found, error.needed, error.fix, source)
+
+
+def _gib(size):
+  return f"{size / 2**30:,.1f} GiB"
+
+
+# Packages
+
+
+@check
+def maxtext(machine, job):
+  found = machine.packages.get("maxtext")
+  if found is None:
+    yield _error("MaxText is not installed", f"maxtext{versions.MAXTEXT}", f"pip install 'maxtext{versions.MAXTEXT}'", "versions.py")
+  elif found not in versions_of("maxtext"):
+    yield _error(
+      f"maxtext {found} is installed",
+      f"maxtext{versions.SUPPORTED['maxtext'].versions} ({versions.SUPPORTED['maxtext'].reason})",
+      f"pip install 'maxtext{versions.MAXTEXT}'",
+      "versions.py",
+    )
+
+
+def versions_of(name):
+  """The specifier of a package of the table."""
+  from packaging.specifiers import SpecifierSet
+
+  return SpecifierSet(versions.SUPPORTED[name].versions, prereleases=True)
+
+
+@check
+def jax(machine, job):
+  found = machine.packages.get("jax")
+  supported = versions.SUPPORTED["jax"]
+  if found is None:
+    yield _error("jax is not installed", f"jax{supported.versions}", "pip install 'jax[cuda13]>=0.12'", "versions.py")
+    return
+  if found not in versions_of("jax"):
+    yield _error(
+      f"jax {found} is installed",
+      f"jax{supported.versions} ({supported.reason})",
+      "pip install 'jax[cuda13]>=0.12'",
+      "https://github.com/openxla/xla/pull/46231",
+    )
+  elif found in supported.hazards and machine.gpus:
+    yield _warning(
+      f"jax {found}: {supported.hazards[found]}", "0.11.1, or 0.12 or newer", "pip install 'jax[cuda13]>=0.12'", "measured with 0.11.2"
+    )
+  lib = machine.packages.get("jaxlib")
+  if lib is not None and Version(lib).release[:3] != Version(found).release[:3]:
+    yield _error(f"jax {found} beside jaxlib {lib}", "the same version of both", f"pip install 'jaxlib=={found}'", "JAX's version check")
+  for plugin in ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt"):
+    version = machine.packages.get(plugin)
+    if lib is not None and version is not None and version != lib:
+      yield _error(
+        f"{plugin} {version} beside jaxlib {lib}: JAX leaves a plugin of another version unused and runs on the CPU",
+        "the same version of both",
+        f"pip install '{plugin}=={lib}'",
+        "tried with jaxlib 0.12.0 and plugin 0.12.0.1",
+      )
+  if machine.gpus and not any(name.startswith("jax-cuda") for name in machine.packages):
+    yield _error(
+      f"{len(machine.gpus)} GPUs and a jax without a CUDA plugin, which runs on the CPU",
+      "jax with CUDA",
+      "pip install 'jax[cuda13]'",
+      "JAX's installation guide",
+    )
+  if Version(found) >= Version("0.12") and Version(machine.python) < Version("3.12"):
+    yield _error(f"Python {machine.python} with jax {found}", "Python 3.12 or newer", "use a Python 3.12", "jax 0.12's metadata")
+
+
+@check
+def two_cudas(machine, job):
+  both = [name for name in machine.packages if name.startswith(("jax-cuda12", "transformer-engine-cu12"))]
+  if both and any(name.startswith(("jax-cuda13", "transformer-engine-cu13")) for name in machine.packages):
+    yield _error(
+      f"{', '.join(both)} beside packages for CUDA 13",
+      "one CUDA major version in a process",
+      f"pip uninstall {' '.join(both)}",
+      "two majors in one process: symbols of the first one loaded win",
+    )
+  loaded = [name for name in ("libcublasLt.so.12", "libcublasLt.so.13") if name in machine.libraries]
+  if len(loaded) == 2 and not both:
+    yield _warning(
+      f"the loader finds {' and '.join(machine.libraries[name].path for name in loaded)}",
+      "the libraries of one CUDA major version on the loader's path",
+      "remove CUDA 12's folder from LD_LIBRARY_PATH",
+      "two majors in one process: symbols of the first loaded win",
+    )
+
+
+def _wants_te(machine, job):
+  """Whether the run would use Transformer Engine's kernels here: asked for, or chosen by itself on such a GPU."""
+  asked = job.options.get("experts") == "te" or job.options.get("recipe") == "mxfp8" or job.options.get("transport") == "nccl_ep"
+  return asked or (job.options.get("experts", "auto") == "auto" and bool(machine.gpus) and job.options.get("enabled", True))
+
+
+@check
+def transformer_engine(machine, job):
+  found = machine.packages.get("transformer-engine") or machine.packages.get("transformer-engine-jax")
+  supported = versions.SUPPORTED["transformer-engine"]
+  if found is None:
+    if _wants_te(machine, job):
+      asked = job.options.get("experts") == "te" or job.options.get("transport") == "nccl_ep" or job.options.get("recipe") == "mxfp8"
+      yield (_error if asked else _warning)(
+        "Transformer Engine is not installed",
+        f"transformer-engine{supported.versions}; without it expert products are slower",
+        "pip install 'maxtext-moe-te[gpu]'",
+        "measured on H200: tests/benchmarks",
+      )
+    return
+  if found not in versions_of("transformer-engine"):
+    yield _error(
+      f"transformer-engine {found} is installed",
+      f"transformer-engine{supported.versions} ({supported.reason})",
+      "pip install 'transformer-engine[jax]==2.20.2'",
+      "versions.py",
+    )
+  for name in ("transformer-engine-jax", "transformer-engine-cu13", "transformer-engine-cu12"):
+    version = machine.packages.get(name)
+    if version is not None and version != found:
+      yield _error(
+        f"transformer-engine {found} beside {name} {version}: Python calls that its library does not have",
+        "one version of all its parts",
+        f"pip install '{name}=={found}'",
+        "ep_bootstrap: unexpected keyword; nvte_built_with_cublasmp: ImportError",
+      )
+  if "transformer-engine-jax" not in machine.packages:
+    yield _error(
+      f"transformer-engine {found} without its JAX extension",
+      "transformer-engine-jax of the same version",
+      f"pip install --no-build-isolation 'transformer-engine-jax=={found}'",
+      "Transformer Engine's installation guide",
+    )
+  error = machine.te_extension_error
+  if error and "libcuda.so" not in error:
+    yield _error(
+      f"Transformer Engine's JAX extension does not load: {error[-300:]}",
+      "the libraries it was built against, or an extension built against the oldest ones it will meet",
+      "build transformer-engine-jax anew beside the cuDNN that is loaded (pip install --no-build-isolation --no-cache-dir)",
+      "measured: built with cuDNN 9.28, run beside 9.19: undefined symbol cudnnGetExecutionPlanWorkspaceSize",
+    )
+  if machine.gpus and "libcurand.so.10" not in machine.libraries:
+    yield _error(
+      "no libcurand.so.10, which jax[cuda13] does not bring and Transformer Engine's import wants",
+      "cuRAND on the loader's path",
+      "pip install 'nvidia-curand>=10.4'",
+      "tried with 2.20.2: curand shared object not found",
+    )
+  if machine.imported_at_start[:1] == ("transformer_engine",):
+    yield _error(
+      "a fresh interpreter imports transformer_engine before jax (a .pth file or sitecustomize)",
+      "jax first: it must load its cuDNN before Transformer Engine finds another",
+      "remove that import",
+      "measured: the CUDA client then mixes two cuDNN",
+    )
+
+
+# Libraries
+
+
+@check
+def cudnn(machine, job):
+  main = machine.libraries.get("libcudnn.so.9")
+  if main is None:
+    return
+  home = os.path.dirname(main.path)
+  astray = sorted({os.path.dirname(path) for path in machine.cudnn_parts.values() if os.path.dirname(path) != home})
+  if astray:
+    yield _error(
+      f"cuDNN is loaded from {home} and its sub-libraries from {', '.join(astray)}: CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED, after which "
+      "Transformer Engine computes attention unfused and says nothing",
+      "all of cuDNN from one folder",
+      f"put {home} first in LD_LIBRARY_PATH",
+      "measured on H200: 125.8 instead of 266.5 TFLOP/s, seen only under NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2",
+    )
+  if machine.cudnn_parts and "graph" not in machine.cudnn_parts:
+    yield _error(
+      f"cuDNN in {home} lacks its sub-library libcudnn_graph.so.9",
+      "a whole cuDNN 9",
+      "pip install --force-reinstall nvidia-cudnn-cu13",
+      "cuDNN 9's layout",
+    )
+  if main.version and main.version < 91200 and "transformer-engine" in machine.packages:
+    yield _error(
+      f"cuDNN {_cudnn(main.version)} at run time",
+      "9.12 or newer for Transformer Engine 2.20",
+      "pip install 'nvidia-cudnn-cu13>=9.12'",
+      "Transformer Engine 2.20's requirements",
+    )
+
+
+def _cudnn(version):
+  return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+@check
+def cublas(machine, job):
+  library = machine.libraries.get("libcublasLt.so.13")
+  if not machine.capability or not _wants_te(machine, job) or not machine.capability.startswith(("9.", "10.", "11.")):
+    return
+  if library is None or not library.version:
+    yield _error("no libcublasLt.so.13 on the loader's path", "cuBLAS 13.4 or newer", "pip install 'nvidia-cublas>=13.8.1'", "grouped GEMM")
+    return
+  make = _error if job.options.get("experts") == "te" else _warning  # `auto` takes ragged_dot instead
+  yield from _asked(
+    lambda: te_runtime.check_grouped_gemm(machine.capability, library.version),
+    "Transformer Engine 2.20's cublaslt_grouped_gemm.cu; 13.2: https://github.com/NVIDIA/TransformerEngine/issues/2765",
+    make,
+  )
+
+
+@check
+def nccl(machine, job):
+  library = machine.libraries.get("libnccl.so.2")
+  versions_found = {version for version in machine.nccl_files.values() if version}
+  if len(versions_found) > 1:
+    files = ", ".join(f"{path} ({te_runtime.dotted(version)})" for path, version in sorted(machine.nccl_files.items()) if version)
+    yield (_error if job.expert_parallel else _warning)(
+      f"several NCCL: {files}",
+      "one NCCL: which one is loaded depends on who loads first",
+      "remove the others from LD_LIBRARY_PATH",
+      "https://github.com/marin-community/marin/issues/8313: ILLEGAL_ADDRESS at EP 64",
+    )
+  if machine.gpus and job.gpus > 1 and library is None:
+    yield _error("no libnccl.so.2", "NCCL for more than one GPU", "pip install 'nvidia-nccl-cu13>=2.32.3'", "XLA loads it at run time")
+  if job.expert_parallel and library and library.version:
+    yield from _asked(lambda: te_runtime.check_nccl(library.version), "NCCL EP 0.2.0 compares with the version it was built with, 2.32.3")
+
+
+# GPUs
+
+
+@check
+def gpus(machine, job):
+  hidden = machine.variables.get("CUDA_VISIBLE_DEVICES")
+  wants = str(job.config.get("hardware", "")).startswith("gpu")
+  if hidden is not None and hidden.strip() in ("", "-1") and machine.gpus:
+    yield _error(
+      f"CUDA_VISIBLE_DEVICES={hidden!r} hides the {len(machine.gpus)} GPUs", "the GPUs visible", "unset CUDA_VISIBLE_DEVICES", "CUDA"
+    )
+  platforms = machine.variables.get("JAX_PLATFORMS", "")
+  if machine.gpus and wants and platforms and "cuda" not in platforms and "gpu" not in platforms:
+    yield _error(f"JAX_PLATFORMS={platforms} with hardware={job.config['hardware']}", "JAX on the GPUs", "unset JAX_PLATFORMS", "JAX")
+  if not machine.gpus:
+    yield _note(
+      "no GPU here: kernels, links and memory are not judged", "a machine like those of the job", "run the doctor there too", "nvidia-smi"
+    )
+    return
+  if len({(gpu.name, gpu.capability) for gpu in machine.gpus}) > 1:
+    kinds = ", ".join(sorted({gpu.name for gpu in machine.gpus}))
+    yield _error(f"GPUs of several kinds: {kinds}", "one kind", "choose one by CUDA_VISIBLE_DEVICES", "one program is compiled for all")
+  if any(gpu.mig for gpu in machine.gpus) and job.gpus > 1:
+    yield _error(
+      "MIG is on, and NCCL cannot connect slices of GPUs", "whole GPUs for more than one process", "nvidia-smi -mig 0", "NVIDIA's MIG guide"
+    )
+  if machine.driver and int(machine.driver.split(".")[0]) < 580 and any("cuda13" in name for name in machine.packages):
+    yield _error(f"driver {machine.driver}", "580 or newer for CUDA 13", "update the driver, or install jax[cuda12]", "CUDA 13's notes")
+  for index, gpu in enumerate(machine.gpus):
+    if gpu.memory_bytes and gpu.used_bytes > gpu.memory_bytes // 20:
+      yield _warning(
+        f"GPU {index} has {_gib(gpu.used_bytes)} of {_gib(gpu.memory_bytes)} in use before the run",
+        "a free GPU: XLA takes its pool at the start",
+        "end the process that nvidia-smi shows",
+        "nvidia-smi",
+      )
+  if job.gpus_per_node > len(machine.gpus):
+    yield _error(
+      f"a job of {job.gpus_per_node} GPUs per node on a machine with {len(machine.gpus)}",
+      "as many as there are",
+      f"use --gpus-per-node {len(machine.gpus)}",
+      "nvidia-smi",
+    )
+
+
+@check
+def recipes(machine, job):
+  if not machine.capability:
+    return
+  major = int(machine.capability.split(".")[0])
+  if job.options.get("recipe") == "mxfp8":
+    yield from _asked(lambda: te_runtime.check_mxfp8(machine.capability), "Blackwell's tensor cores; Hopper answers with a RuntimeError")
+  if job.options.get("experts") == "te" and major not in (9, 10, 11):
+    yield from _asked(lambda: te_runtime.check_grouped_gemm(machine.capability, 131000), "Transformer Engine 2.20's kernel table")
+  if major >= 10 and job.options.get("recipe", "bf16") == "bf16" and job.config and job.options.get("enabled", True):
+    yield _note(
+      f"{machine.gpus[0].name} computes expert products in MXFP8 too",
+      "bfloat16 is right as well",
+      "try moe_te.recipe=mxfp8, after comparing losses",
+      "configs/te-moe-mxfp8.yml",
+    )
+  quantization = str(job.config.get("quantization") or "")
+  if quantization.startswith("te_mxfp8") and major < 10:
+    yield _error(
+      f"quantization={quantization} on {machine.gpus[0].name}",
+      "Blackwell",
+      "set quantization=te_fp8_currentscaling, or ''",
+      "Transformer Engine",
+    )
+
+
+# Expert parallelism
+
+_COMPILES = "a compiler: NCCL EP compiles its kernels at the first start"
+
+
+@check
+def expert_parallel(machine, job):
+  if not job.expert_parallel or not (machine.gpus or str(job.config.get("hardware", "")).startswith("gpu")):
+    return
+  ranks = job.axis("expert")
+  make = _error if job.options.get("transport") == "nccl_ep" else _warning  # `auto` takes XLA's collectives instead
+  instead = "" if make is _error else "; the run takes XLA's slower collectives"
+  if machine.nvcc is None:
+    yield make(f"no nvcc{instead}", _COMPILES, "pip install nvidia-cuda-nvcc", "NCCL EP 0.2.0")
+  if machine.gxx is None:
+    yield make(f"no g++{instead}", _COMPILES, "install g++", "NCCL EP 0.2.0")
+  library = machine.libraries.get("libnccl.so.2")
+  if library and library.version and machine.nccl_headers != library.version:
+    has = f"headers of NCCL {te_runtime.dotted(machine.nccl_headers)}" if machine.nccl_headers else "no NCCL headers"
+    yield make(
+      f"{has} beside NCCL {te_runtime.dotted(library.version)}{instead}",
+      "headers of the NCCL that is loaded",
+      "set NCCL_HOME to a folder with its include/nccl.h",
+      "measured: Could not find NCCL headers matching runtime NCCL",
+    )
+  if not machine.jit_cache:
+    yield make(
+      f"NCCL EP's kernel cache cannot be written{instead}",
+      "a writable folder",
+      "set NCCL_EP_JIT_CACHE_DIR to one",
+      "NCCL EP 0.2.0: abort()",
+    )
+  if machine.no_peer_access:
+    pairs = ", ".join(f"{i}-{j}" for i, j in machine.no_peer_access[:4])
+    yield _error(
+      f"GPUs {pairs} have no peer-to-peer access", "NVLink or PCIe peer access for NCCL EP", "set moe_te.transport=xla", "nvidia-smi topo"
+    )
+  if machine.variables.get("NCCL_P2P_DISABLE") == "1":
+    yield _error("NCCL_P2P_DISABLE=1 with NCCL EP", "peer access", "unset NCCL_P2P_DISABLE", "NCCL EP reads peers' memory over NVLink")
+  if ranks > job.domain:
+    yield _warning(
+      f"an expert axis of {ranks} over NVLink domains of {job.domain} GPUs",
+      "an expert axis inside one domain, or RDMA with GIN",
+      f"set ici_expert_parallelism={math.gcd(ranks, job.domain)}, or NCCL_GIN_TYPE=3",
+      "NCCL EP 0.1.0's notes: [HT GIN] internode requires GIN",
+    )
+  if ranks >= 44 and machine.variables.get("NCCL_MNNVL_ENABLE") != "0":
+    yield _warning(
+      f"an expert axis of {ranks}: NCCL was seen to crash with 44 ranks or more of one NVLink rack",
+      "NCCL_MNNVL_ENABLE=0, or fewer ranks",
+      "set NCCL_MNNVL_ENABLE=0",
+      "https://github.com/NVIDIA/nccl/issues/2186",
+    )
+  if job.processes_per_node and job.processes_per_node < job.gpus_per_node:
+    version = machine.packages.get("jax")
+    if version and Version(version) < Version("0.11.2"):
+      yield make(
+        f"{job.gpus_per_node // job.processes_per_node} GPUs in one process with jax {version}{instead}",
+        "jax 0.11.2 or newer, where Transformer Engine borrows XLA's communicators, or one GPU per process",
+        "start one process per GPU",
+        "Transformer Engine 2.20's ep.py",
+      )
+    yield _warning(
+      f"{job.processes_per_node} processes for {job.gpus_per_node} GPUs of a node",
+      "one process per GPU: many-GPU processes wedged at 512 GPUs",
+      "start one process per GPU",
+      "https://github.com/marin-community/marin/issues/7344",
+    )
+  for rule in _group_limits(job):
+    yield make(*rule, "NCCL EP 0.1.0: nccl_ep.cc")
+  tokens = _tokens_per_rank(job)
+  if tokens > 8192:
+    yield _note(
+      f"{tokens} tokens per rank with NCCL EP",
+      "8,192, up to which it was tested by its authors",
+      "lower per_device_batch_size if it fails",
+      "https://github.com/NVIDIA/nccl-extensions RELEASE.md",
+    )
+
+
+def _group_limits(job):
+  """(found, needed, fix) of what an NCCL EP group cannot be; the same rules as `Bootstrap.check`, which is asked when it is made."""
+  config, ranks = job.config, job.axis("expert")
+  if not config.get("num_experts"):
+    return
+  from maxtext_moe_te.moe.transport.nccl_ep import Bootstrap
+
+  group = Bootstrap(
+    num_experts=config["num_experts"],
+    experts_per_token=config["num_experts_per_tok"],
+    ranks=ranks,
+    max_tokens_per_rank=_tokens_per_rank(job),
+    width=_width(job),
+  )
+  try:
+    group.check()
+  except MoeTeError as error:
+    yield error.found, error.needed, error.fix
+  if config.get("dtype") not in (None, "bfloat16"):
+    yield f"dtype={config['dtype']} with NCCL EP", "dtype=bfloat16", "set dtype=bfloat16, or moe_te.transport=xla"
+
+
+def _width(job):
+  width = job.config.get("moe_expert_input_dim", -1)
+  return width if width and width > 0 else job.config["emb_dim"]
+
+
+def _tokens_per_rank(job):
+  batch = job.config.get("micro_batch_size_to_train_on", 0) * job.config.get("max_target_length", 0)
+  split = math.prod(job.axis(axis) for axis in ("data", "fsdp", "fsdp_transpose", "expert", "context", "context_usp_ulysses"))
+  return math.ceil(batch / split)
+
+
+# Mesh
+
+
+@check
+def mesh(machine, job):
+  sizes = job.config.get("axis_sizes")
+  if not sizes:
+    return
+  product = math.prod(sizes.values())
+  if product != job.gpus:
+    yield _error(
+      f"a mesh of {product} devices ({_axes(sizes)}) on {job.nodes} x {job.gpus_per_node} = {job.gpus} GPUs",
+      "as many devices as GPUs",
+      f"set ici_fsdp_parallelism=-1, which takes what the other axes leave, or multiply to {job.gpus}",
+      "MaxText: create_device_mesh",
+    )
+  experts = job.config.get("num_experts", 1)
+  if experts > 1 and experts % job.axis("expert"):
+    yield _error(
+      f"num_experts={experts} on an expert axis of {job.axis('expert')}",
+      "as many experts on every rank",
+      f"set ici_expert_parallelism={math.gcd(experts, job.axis('expert'))}",
+      "rules_from_config.check_mesh",
+    )
+  tensor = job.axis("tensor") * job.axis("tensor_sequence")
+  heads = job.config.get("num_kv_heads", tensor)
+  if tensor > 1 and heads % tensor:
+    yield _error(
+      f"{heads} key-value heads on a tensor axis of {tensor}",
+      "as many heads on every rank",
+      f"set ici_tensor_parallelism={math.gcd(heads, tensor)}",
+      "MaxText's kv_heads rule",
+    )
+  split = math.prod(job.axis(axis) for axis in ("data", "fsdp", "fsdp_transpose", "expert"))
+  batch = job.config.get("micro_batch_size_to_train_on", split)
+  if batch % split:
+    yield _error(
+      f"a batch of {batch} sequences over {split} devices ({_axes(sizes)})",
+      f"a multiple of {split}",
+      f"set per_device_batch_size so that it times {job.gpus} devices is a multiple of {split}",
+      "MaxText's activation_batch rule",
+    )
+  sharded = job.axis("fsdp") * job.axis("expert")
+  for key in ("kv_lora_rank", "q_lora_rank"):
+    rank = job.config.get(key, 0)
+    if rank and job.config.get("attention_type") == "mla" and rank % sharded:
+      name = key.removesuffix("_rank")
+      yield _error(
+        f"{key}={rank} split over fsdp x expert = {sharded}",
+        f"a divisor of {rank}, or another rule",
+        f"add logical_axis_rules=[['{name}',['fsdp']]] if {job.axis('fsdp')} divides it, or fewer fsdp",
+        "compiled for 1,024 GB300: IndivisibleError",
+      )
+
+
+def _axes(sizes):
+  return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "all 1"
+
+
+@check
+def split_over_domains(machine, job):
+  """MaxText wants ici_ axes inside what it calls a slice and dcn_ axes across."""
+  slices = job.config.get("num_slices", 1)
+  sizes = job.config.get("axis_sizes")
+  if not sizes or job.gpus <= job.domain or slices > 1:
+    return
+  if job.axis("expert") * job.axis("tensor") > job.domain or math.prod(sizes.values()) != job.gpus:
+    return
+  outer = job.gpus // job.domain
+  inner = {axis: size for axis, size in sizes.items() if size > 1}
+  if "fsdp" in inner and inner["fsdp"] % outer == 0:
+    solved = f"dcn_fsdp_parallelism={outer} ici_fsdp_parallelism={inner['fsdp'] // outer}"
+  else:
+    solved = f"dcn_data_parallelism={outer}"
+  yield _note(
+    f"{job.gpus} GPUs in {outer} NVLink domains of {job.domain}, and a mesh without dcn_ axes",
+    "fast axes inside a domain: the innermost axis is, in device order",
+    f"leave it, or where MaxText sees {outer} slices write {solved}",
+    "MaxText: DCN parallelism requested but only one slice available",
+  )
+
+
+# Memory
+
+
+@check
+def memory(machine, job):
+  if not machine.gpus or not job.config.get("num_experts"):
+    return
+  config, have = job.config, machine.gpus[0].memory_bytes
+  fraction = _fraction(job)
+  least = least_state_bytes(job)
+  if have and least > fraction * have:
+    yield _error(
+      f"weights and optimizer state of the experts alone take {_gib(least)} of each GPU, XLA's pool is {_gib(fraction * have)}",
+      "a model that fits",
+      "use more GPUs on fsdp and expert, weight_dtype=bfloat16 mu_dtype=bfloat16, or fewer layers",
+      "arithmetic: weights, gradients and two moments, split over fsdp x expert x tensor",
+    )
+  if job.expert_parallel:
+    outside = ep_buffer_bytes(job)
+    if have and outside + 2 * 2**30 > (1 - fraction) * have:
+      best = max(0.5, math.floor(100 * (1 - (outside + 2 * 2**30) / have)) / 100)
+      yield _warning(
+        f"NCCL EP takes about {_gib(outside)} beside XLA's pool of {fraction:g}, which leaves {_gib((1 - fraction) * have)}",
+        "room for its buffers, NCCL and CUDA graphs (2 GiB)",
+        f"set XLA_PYTHON_CLIENT_MEM_FRACTION={best:g}, or moe_te.capacity_factor=2",
+        "NCCL EP 0.1.0's allocation; https://github.com/marin-community/marin/issues/7331: out of memory at 0.90",
+      )
+    rows = receive_rows(job)
+    if have and rows * _width(job) * 2 > have // 10:
+      yield _warning(
+        f"the worst case of {rows:,} received rows makes each buffer of them {_gib(rows * _width(job) * 2)}",
+        "buffers that fit several times",
+        "set moe_te.capacity_factor=2, or a smaller per_device_batch_size",
+        "capacity.worst_case_rows",
+      )
+  if config.get("scan_layers") is False and config.get("num_decoder_layers", 0) > 8:
+    yield _warning(
+      f"scan_layers=false with {config['num_decoder_layers']} layers: compile time and live copies grow with depth",
+      "scan_layers=true",
+      "set scan_layers=true",
+      "seen: 192 live copies of one 1.9 GB array, out of memory at compile time",
+    )
+
+
+def _fraction(job):
+  for name in xla_flags.MEMORY_FRACTIONS:
+    if job.variables.get(name):
+      return float(job.variables[name])
+  return 0.75  # JAX's default
+
+
+def least_state_bytes(job: Job) -> int:
+  """Bytes per GPU of the experts' weights, their gradients and two moments; less than the state that a run holds."""
+  config = job.config
+  layers = config["num_decoder_layers"] - config.get("first_num_dense_layers", 0)
+  if config.get("decoder_block") not in ("deepseek", "mixtral", "qwen3_moe", "gpt_oss"):
+    return 0  # others have no experts in every layer
+  elements = layers * config["num_experts"] * 3 * _width(job) * config["moe_mlp_dim"]
+  weight = 2 if config.get("weight_dtype") == "bfloat16" else 4
+  moment = 2 if config.get("mu_dtype") == "bfloat16" else weight
+  split = math.prod(job.axis(axis) for axis in ("fsdp", "fsdp_transpose", "expert", "tensor"))
+  return elements * (weight + 2 * moment) // split
+
+
+def receive_rows(job: Job) -> int:
+  """Receive capacity of a rank in rows, before alignment."""
+  ranks, factor = job.axis("expert"), job.options.get("capacity_factor", 0)
+  local, tokens = job.config["num_experts"] // ranks, _tokens_per_rank(job)
+  worst = ranks * tokens * min(job.config["num_experts_per_tok"], local)
+  return min(worst, math.ceil(factor * tokens * job.config["num_experts_per_tok"])) if factor else worst
+
+
+def ep_buffer_bytes(job: Job) -> int:
+  """What NCCL EP allocates outside XLA's pool: staging, probabilities, scales. NCCL EP 0.1.0, nccl_ep.cc."""
+  ranks, width, rows = job.axis("expert"), _width(job), receive_rows(job)
+  local = job.config["num_experts"] // ranks
+  return 2 * ranks * _tokens_per_rank(job) * width * 2 + 2 * rows * local * ranks * 4 + rows * width * 2 + 32 * 2**20
+
+
+@check
+def host_memory(machine, job):
+  if job.offloaded_bytes:
+    limit = float(job.variables.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64))
+    per_process = job.offloaded_bytes * max(1, job.gpus_per_node // (job.processes_per_node or job.gpus_per_node))
+    if per_process * 1.1 > limit * 1e9:
+      yield _error(
+        f"{_gib(per_process)} offloaded by each process, and XLA's pool of host memory ends at {limit:g} GB",
+        "room for them and a tenth more",
+        f"set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(per_process * 1.2 / 1e9)}",
+        "https://github.com/openxla/xla/pull/20633",
+      )
+    total = job.offloaded_bytes * job.gpus_per_node
+    if machine.host_memory_bytes and machine.gpus and total > machine.host_memory_bytes:
+      yield _error(
+        f"{_gib(total)} offloaded on a node with {_gib(machine.host_memory_bytes)} of free memory",
+        "memory for them",
+        "offload fewer tensors, or a smaller per_device_batch_size",
+        "arithmetic",
+      )
+    if "disable_hlo_passes=rematerialization" not in job.xla_flags:
+      yield _warning(
+        "offload without --xla_disable_hlo_passes=rematerialization: XLA counts host memory as device memory in that pass and repeats "
+        "operations for nothing, once all-gathering the vocabulary 7 times",
+        "the pass off where the step fits without it",
+        "add xla_disable_hlo_passes=rematerialization to the XLA flags if `doctor --deep` counts .remat instructions",
+        "compiled DeepSeek-V3 for 128 GB300 with jaxlib 0.12.0",
+      )
+  if machine.gpus and job.gpus > 1 and 0 < machine.shared_memory_bytes < 2**30:
+    yield _error(
+      f"/dev/shm of {machine.shared_memory_bytes / 2**20:.0f} MiB, Docker's default",
+      "1 GiB or more for NCCL",
+      "docker run --shm-size=8g",
+      "NCCL's guide",
+    )
+
+
+@check
+def refused(machine, job):
+  twice = "transformer-engine is not installed"  # said already
+  if job.refused and not (twice in job.refused["found"] and "transformer-engine" not in machine.packages):
+    yield _error(job.refused["found"], job.refused["needed"], job.refused["fix"], "the run's own check")
+
+
+# Combinations known to be bad
+
+
+@check
+def combinations(machine, job):
+  config, options = job.config, job.options
+  flags = dict(xla_flags.parse(job.xla_flags)) if not job.xla_flags or job.xla_flags.startswith("-") else {}
+  captured = str(flags.get("xla_gpu_enable_command_buffer") or "").upper().strip("'\"").split(",")
+  rows = (
+    (
+      config.get("attention") == "cudnn_flash_te" and config.get("packing") is True and config.get("max_segments_per_seq", -1) <= 0,
+      _error, "attention=cudnn_flash_te with packing and no max_segments_per_seq", "one of the two",
+      "set packing=false, or max_segments_per_seq", "measured with MaxText 0.2.5",
+    ),
+    (
+      config.get("quantization") == "te_fp8_delayedscaling" and config.get("gradient_accumulation_steps", 1) > 1,
+      _error, f"quantization=te_fp8_delayedscaling with gradient_accumulation_steps={config.get('gradient_accumulation_steps')}",
+      "a recipe without state", "set quantization=te_fp8_currentscaling", "MaxText: types.py",
+    ),
+    (
+      config.get("weight_dtype") == "bfloat16" and bool(config.get("num_experts")),
+      _note, "weight_dtype=bfloat16: small updates of weights are rounded away", "float32 weights where losses count",
+      "set weight_dtype=float32 if memory allows", "MaxText commit 5ae391c17 removed it from its examples",
+    ),
+    (
+      "COLLECTIVES" in captured or "+COLLECTIVES" in captured,
+      _error, "COLLECTIVES in xla_gpu_enable_command_buffer", "collectives outside CUDA graphs", "remove COLLECTIVES",
+      "https://github.com/marin-community/marin/pull/8277: hang at step 838",
+    ),
+    (
+      job.expert_parallel and "CUSTOM_CALL" in captured and job.variables.get("NVTE_EP_HANDLE_CACHE_SIZE") != "-1",
+      _warning, "CUSTOM_CALL in xla_gpu_enable_command_buffer: replayed NCCL EP calls miss Transformer Engine's cache of handles",
+      "an unlimited cache, or the calls outside CUDA graphs", "set NVTE_EP_HANDLE_CACHE_SIZE=-1, or remove CUSTOM_CALL",
+      "Transformer Engine 2.20: NVTE_EP_HANDLE_CACHE_SIZE",
+    ),
+    (
+      _number(flags.get("xla_gpu_experimental_parallel_collective_overlap_limit")) > 1,
+      _warning, "a collective overlap limit above 1: gradients were seen not to repeat, or the run to hang",
+      "a limit of 1 until it is tried",
+      "set xla_gpu_experimental_parallel_collective_overlap_limit=1, or compare three runs", "a 704-GB200 run, 2026-09-30",
+    ),
+    (
+      xla_flags.is_multi_stream(flags) and job.config and job.gpus <= job.domain and not _number(flags.get(xla_flags.OVERLAP_LIMIT)) > 1,
+      _note, f"multi-stream flags on one NVLink domain of {job.domain} GPUs: every collective is in it, so nothing overlaps",
+      "more than one domain, or nothing", "remove them", "https://github.com/openxla/xla/pull/47091",
+    ),
+    (
+      xla_flags.is_multi_stream(flags) and flags.get(xla_flags.SCHEDULER, "false") in ("false", "0") and xla_flags.SCHEDULER not in options,
+      _warning, "multi-stream flags without xla_gpu_enable_latency_hiding_scheduler: nothing is scheduled to overlap", "the scheduler on",
+      f"add {xla_flags.SCHEDULER}=true", "compiled with 0.11.2",
+    ),
+    (
+      job.expert_parallel and xla_flags.is_multi_stream(flags),
+      _warning, "NCCL EP beside multi-stream collectives: XLA's guard against deadlock does not see NCCL EP's calls", "a long trial run",
+      "run `doctor --deep` for the pairs, and a soak test", "XLA: gpu_latency_hiding_scheduler.cc treats custom calls as opaque",
+    ),
+    (
+      job.axis("expert") > 32 and options.get("enabled") is False,
+      _error, f"MaxText's own ragged all-to-all on an expert axis of {job.axis('expert')}", "at most 32 ranks for XLA's one-shot kernel",
+      "set moe_te.enabled=true, or xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel=false", "https://github.com/openxla/xla/issues/47283",
+    ),
+    (
+      options.get("enabled") is False and config.get("num_experts", 1) > 1 and bool(machine.gpus),
+      _warning, "moe_te.enabled=false: MaxText's own expert products", "Transformer Engine's, 6 to 97 times faster on H200",
+      "remove moe_te.enabled=false", "tests/benchmarks/results",
+    ),
+    (
+      job.variables.get("NVTE_FUSED_ATTN") == "0" and config.get("attention") == "cudnn_flash_te",
+      _error, "NVTE_FUSED_ATTN=0 with attention=cudnn_flash_te: attention is computed unfused", "fused attention", "unset NVTE_FUSED_ATTN",
+      "Transformer Engine's environment variables",
+    ),
+    (
+      bool(config.get("compile_xla_flags")) and job.variables.get("JAX_ENABLE_PGLE", "").lower() in ("1", "true"),
+      _error, "compile_xla_flags with JAX_ENABLE_PGLE: MaxText drops those flags", "flags in XLA_FLAGS",
+      "move them to the overlay's xla_flags",
+      "MaxText: train.py skips compilation ahead of time under PGLE",
+    ),
+    (
+      _number(flags.get("xla_gpu_memory_limit_slop_factor")) > 95 and bool(machine.gpus) and not config.get("tensors_to_offload"),
+      _note, f"xla_gpu_memory_limit_slop_factor={flags.get('xla_gpu_memory_limit_slop_factor')} without offload", "95, XLA's default",
+      "remove it if the run is out of memory", "JAX-Toolbox: GPU_performance.md recommends the default",
+    ),
+    (
+      job.variables.get("NCCL_DEBUG", "").upper() in ("TRACE", "INFO") and job.gpus > 8,
+      _note, f"NCCL_DEBUG={job.variables.get('NCCL_DEBUG')}: every rank writes its log", "WARN", "set NCCL_DEBUG=WARN", "NCCL's guide",
+    ),
+    (
+      job.variables.get("CUDA_LAUNCH_BLOCKING") == "1",
+      _error, "CUDA_LAUNCH_BLOCKING=1: nothing overlaps", "asynchronous launches", "unset CUDA_LAUNCH_BLOCKING", "CUDA",
+    ),
+  )  # fmt: skip
+  for wrong, make, found, needed, fix, source in rows:
+    if wrong:
+      yield make(found, needed, fix, source)
+
+
+def _number(text):
+  try:
+    return float(text or 0)
+  except ValueError:
+    return 0.0
+
+
+def _flags(job, names):
+  for finding in xla_flags.check(job.xla_flags, names, job.variables):
+    yield (_error if finding.fatal else _warning)(finding.found, finding.needed, finding.fix, "settings/xla_flags.toml")
+
+
+# Across machines
+
+
+def compare(machines: dict[str, Machine]) -> list[Finding]:
+  """Where the machines of one job differ, with the rank that differs from most.
+
+  Args:
+    machines: by rank or host.
+  """
+  return list(_differences({rank: machine.fingerprint() for rank, machine in machines.items()}))
+
+
+def _differences(told):
+  for name in sorted({name for values in told.values() for name in values}):
+    by_value = {}
+    for rank, values in told.items():
+      by_value.setdefault(values.get(name, "none"), []).append(rank)
+    if len(by_value) > 1:
+      most = max(by_value, key=lambda value: len(by_value[value]))
+      for value, ranks in by_value.items():
+        if value != most:
+          yield _error(
+            f"{name} is {value} on {', '.join(ranks)} and {most} on {len(by_value[most])} others",
+            "the same everywhere",
+            f"give {', '.join(ranks)} what the others have",
+            "https://github.com/marin-community/marin/issues/8870: one rack of 11 hung",
+          )

@@ -1,0 +1,36 @@
+"""A MaxText step with Transformer Engine, compiled for H200s that are not there: offloaded bytes exactly where they must be."""
+
+import importlib.util
+import pathlib
+
+import pytest
+
+from maxtext_moe_te.tools import deep
+
+pytestmark = [pytest.mark.te, pytest.mark.host]
+
+LAYERS, BATCH, SEQUENCE, HEADS, KV_HEADS, HEAD_DIM, BFLOAT16 = 3, 2, 256, 8, 4, 64, 2
+WORDS = dict(
+  model_name="mixtral-8x7b", override_model_config="true", base_emb_dim=256, base_num_decoder_layers=LAYERS, base_moe_mlp_dim=512,
+  base_mlp_dim=512, base_num_query_heads=HEADS, base_num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, num_experts=8, vocab_size=4096,
+  max_target_length=SEQUENCE, per_device_batch_size=BATCH, dtype="bfloat16", weight_dtype="bfloat16", megablox="false",
+  sparse_matmul="true", attention="cudnn_flash_jax", dcn_data_parallelism=2, ici_fsdp_parallelism=4, hardware="gpu",
+)  # fmt: skip
+
+
+def test_host_bytes_and_streams():
+  base = pathlib.Path(next(iter(importlib.util.find_spec("maxtext").submodule_search_locations))) / "configs" / "base.yml"
+  words = (str(base), *(f"{key}={value}" for key, value in WORDS.items()))
+  result = deep.compile_step(deep.Request(words=words, gpu="H200", topology="2x4x1", profiles=("multistream-domain",)))
+  queries_and_values = LAYERS * BATCH * SEQUENCE * (HEADS + KV_HEADS) * HEAD_DIM * BFLOAT16
+  variants = result["variants"]
+  assert result["expected_host_bytes"] == queries_and_values
+  assert variants["offload"]["host_bytes"] == pytest.approx(queries_and_values, rel=0.01)
+  assert variants["device"]["host_bytes"] == 0
+  saved = variants["device"]["device_temporary_bytes"] - variants["offload"]["device_temporary_bytes"]
+  assert saved > queries_and_values / 2
+  assert variants["offload"]["transformer_engine_calls"]["te_grouped_gemm_v2_ffi"] == 7
+  plain, domain = variants["offload"]["streams"], variants["multistream-domain"]["streams"]
+  assert plain["in_domain"] == 0 and not plain["overlapped"]
+  assert 0 < domain["in_domain"] < domain["collectives"], "those between the two domains are not in one"
+  assert domain["eligible"] > 0

@@ -1,0 +1,628 @@
+"""The doctor: every finding is triggered by made-up facts and says what it must; a healthy machine and job have none."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from maxtext_moe_te.errors import OptionError
+from maxtext_moe_te.settings.config import MoeTeOptions
+from maxtext_moe_te.settings.xla_flags import Names
+from maxtext_moe_te.tools import deep, doctor
+from maxtext_moe_te.tools.doctor import checks, facts, probes
+from maxtext_moe_te.tools.doctor.facts import Gpu, Job, Library, Machine
+
+GIB = 2**30
+H200 = Gpu(name="NVIDIA H200", capability="9.0", memory_bytes=141 * GIB)
+B200 = Gpu(name="NVIDIA B200", capability="10.0", memory_bytes=178 * GIB)
+LIB = "/opt/lib"
+PACKAGES = {
+  "maxtext": "0.2.5", "jax": "0.12.0.1", "jaxlib": "0.12.0.1", "jax-cuda13-plugin": "0.12.0.1", "jax-cuda13-pjrt": "0.12.0.1",
+  "transformer-engine": "2.20.2", "transformer-engine-jax": "2.20.2", "transformer-engine-cu13": "2.20.2",
+}  # fmt: skip
+LIBRARIES = {
+  "libcuda.so.1": Library(path=f"{LIB}/libcuda.so.1"),
+  "libcublasLt.so.13": Library(path=f"{LIB}/libcublasLt.so.13", version=131000),
+  "libnccl.so.2": Library(path=f"{LIB}/libnccl.so.2", version=23203),
+  "libcudnn.so.9": Library(path=f"{LIB}/libcudnn.so.9", version=91900),
+  "libcurand.so.10": Library(path=f"{LIB}/libcurand.so.10"),
+}
+MACHINE = Machine(
+  python="3.12.1",
+  packages=PACKAGES,
+  gpus=(H200,) * 8,
+  driver="580.159",
+  libraries=LIBRARIES,
+  nccl_files={f"{LIB}/libnccl.so.2": 23203},
+  cudnn_parts={part: f"{LIB}/libcudnn_{part}.so.9" for part in facts.CUDNN_PARTS},
+  nccl_headers=23203,
+  nvcc="/usr/bin/nvcc",
+  gxx="/usr/bin/g++",
+  host_memory_bytes=2000 * GIB,
+  shared_memory_bytes=64 * GIB,
+)
+# Qwen3-30B-A3B's shape on 8 GPUs.
+CONFIG = dict(
+  model_name="qwen3-30b-a3b", decoder_block="qwen3_moe", hardware="gpu", dtype="bfloat16", weight_dtype="float32", mu_dtype="float32",
+  attention="cudnn_flash_te", attention_type="global", packing=False, max_segments_per_seq=-1, quantization="", num_experts=128,
+  num_experts_per_tok=8, emb_dim=2048, moe_mlp_dim=768, num_decoder_layers=48, first_num_dense_layers=0, num_query_heads=32, num_kv_heads=4,
+  head_dim=128, kv_lora_rank=0, q_lora_rank=0, max_target_length=1024, per_device_batch_size=4, micro_batch_size_to_train_on=32,
+  gradient_accumulation_steps=1, scan_layers=True, tensors_to_offload=[], eval_interval=-1, moe_expert_input_dim=-1, num_slices=1,
+  compile_xla_flags="", axis_sizes={"data": 1, "fsdp": 2, "expert": 4, "tensor": 1},
+)  # fmt: skip
+VARIABLES = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.85"}
+JOB = Job(gpus_per_node=8, config=CONFIG, options=MoeTeOptions(experts="te").as_dict(), variables=VARIABLES)
+
+
+def machine(packages=None, libraries=None, **changes):
+  """The healthy machine with changes; of packages and libraries, None takes one away."""
+  merge = lambda base, more: {name: value for name, value in {**base, **(more or {})}.items() if value is not None}
+  return dataclasses.replace(MACHINE, packages=merge(PACKAGES, packages), libraries=merge(LIBRARIES, libraries), **changes)
+
+
+def job(config=None, options=None, variables=None, axes=None, **changes):
+  config = {**CONFIG, **(config or {})}
+  config["axis_sizes"] = {**CONFIG["axis_sizes"], **(axes or {})}
+  return dataclasses.replace(
+    JOB, config=config, options={**JOB.options, **(options or {})}, variables={**VARIABLES, **(variables or {})}, **changes
+  )
+
+
+def said(of_machine=MACHINE, of_job=JOB, names=None):
+  return [(finding.severity, str(finding)) for finding in checks.examine(of_machine, of_job, names=names)]
+
+
+def test_a_healthy_machine_and_job_have_no_findings():
+  assert said() == []
+
+
+E, W, N = checks.ERROR, checks.WARNING, checks.NOTE
+CASES = {
+  # packages
+  "maxtext missing": (machine({"maxtext": None}), JOB, E, "MaxText is not installed; needed: maxtext==0.2.5. Fix: pip install"),
+  "maxtext version": (machine({"maxtext": "0.2.3"}), JOB, E, "maxtext 0.2.3 is installed; needed: maxtext==0.2.5"),
+  "jax missing": (machine({"jax": None}), JOB, E, "jax is not installed; needed: jax>=0.11.1"),
+  "jax gives wrong gradients": (
+    machine({"jax": "0.11.0", "jaxlib": "0.11.0", "jax-cuda13-plugin": "0.11.0", "jax-cuda13-pjrt": "0.11.0"}),
+    JOB,
+    E,
+    "jax 0.11.0 is installed; needed: jax>=0.11.1 (0.10.2 and 0.11.0 give wrong gradients when tensors are offloaded",
+  ),
+  "jax 0.11.2 crashes": (
+    machine({"jax": "0.11.2", "jaxlib": "0.11.2", "jax-cuda13-plugin": "0.11.2", "jax-cuda13-pjrt": "0.11.2"}),
+    JOB,
+    W,
+    "jax 0.11.2: its compiler crashes on zero-element constants",
+  ),
+  "jaxlib differs": (machine({"jaxlib": "0.11.2"}), JOB, E, "jax 0.12.0.1 beside jaxlib 0.11.2; needed: the same version of both"),
+  "plugin left unused": (
+    machine({"jax-cuda13-plugin": "0.12.0"}),
+    JOB,
+    E,
+    "jax-cuda13-plugin 0.12.0 beside jaxlib 0.12.0.1: JAX leaves a plugin of another version unused and runs on the CPU",
+  ),
+  "no cuda plugin": (
+    machine({"jax-cuda13-plugin": None, "jax-cuda13-pjrt": None}),
+    JOB,
+    E,
+    "8 GPUs and a jax without a CUDA plugin, which runs on the CPU; needed: jax with CUDA. Fix: pip install 'jax[cuda13]'",
+  ),
+  "old python": (machine(python="3.11.9"), JOB, E, "Python 3.11.9 with jax 0.12.0.1; needed: Python 3.12 or newer"),
+  "two CUDA packages": (
+    machine({"jax-cuda12-plugin": "0.12.0.1"}),
+    JOB,
+    E,
+    "jax-cuda12-plugin beside packages for CUDA 13; needed: one CUDA major version in a process. Fix: pip uninstall jax-cuda12-plugin",
+  ),
+  "two CUDA libraries": (
+    machine(libraries={"libcublasLt.so.12": Library(path="/usr/lib/libcublasLt.so.12", version=120900)}),
+    JOB,
+    W,
+    "the loader finds /usr/lib/libcublasLt.so.12 and /opt/lib/libcublasLt.so.13",
+  ),
+  "te missing": (machine({"transformer-engine": None, "transformer-engine-jax": None}), JOB, E, "Transformer Engine is not installed"),
+  "te version": (
+    machine({"transformer-engine": "2.18.0", "transformer-engine-jax": "2.18.0", "transformer-engine-cu13": "2.18.0"}),
+    JOB,
+    E,
+    "transformer-engine 2.18.0 is installed; needed: transformer-engine==2.20.* (its grouped GEMM and NCCL EP",
+  ),
+  "te python against its library": (
+    machine({"transformer-engine-cu13": "2.19.0"}),
+    JOB,
+    E,
+    "transformer-engine 2.20.2 beside transformer-engine-cu13 2.19.0: Python calls that its library does not have",
+  ),
+  "te without extension": (machine({"transformer-engine-jax": None}), JOB, E, "transformer-engine 2.20.2 without its JAX extension"),
+  "te extension against cuDNN": (
+    machine(te_extension_error="x.so: undefined symbol: cudnnGetExecutionPlanWorkspaceSize"),
+    JOB,
+    E,
+    "Transformer Engine's JAX extension does not load: x.so: undefined symbol: cudnnGetExecutionPlanWorkspaceSize; needed: the "
+    "libraries it was built against",
+  ),
+  "no curand": (machine(libraries={"libcurand.so.10": None}), JOB, E, "no libcurand.so.10, which jax[cuda13] does not bring"),
+  "te before jax": (
+    machine(imported_at_start=("transformer_engine", "jax")),
+    JOB,
+    E,
+    "a fresh interpreter imports transformer_engine before jax",
+  ),
+  # libraries
+  "cuDNN from two folders": (
+    machine(cudnn_parts={"graph": "/usr/lib/libcudnn_graph.so.9"}),
+    JOB,
+    E,
+    "cuDNN is loaded from /opt/lib and its sub-libraries from /usr/lib: CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED, after which Transformer "
+    "Engine computes attention unfused and says nothing; needed: all of cuDNN from one folder. Fix: put /opt/lib first in LD_LIBRARY_PATH",
+  ),
+  "cuDNN incomplete": (
+    machine(cudnn_parts={"ops": f"{LIB}/libcudnn_ops.so.9"}),
+    JOB,
+    E,
+    "cuDNN in /opt/lib lacks its sub-library libcudnn_graph",
+  ),
+  "cuDNN old": (
+    machine(libraries={"libcudnn.so.9": Library(path=f"{LIB}/libcudnn.so.9", version=91100)}),
+    JOB,
+    E,
+    "cuDNN 9.11.0 at run time; needed: 9.12 or newer",
+  ),
+  "cuBLAS old": (
+    machine(libraries={"libcublasLt.so.13": Library(path=LIB, version=130200)}),
+    JOB,
+    E,
+    "cuBLAS 13.2.0 at run time; needed: 13.4.0 or newer for this GPU",
+  ),
+  "cuBLAS corrupts": (
+    machine(libraries={"libcublasLt.so.13": Library(path=LIB, version=130700)}),
+    JOB,
+    E,
+    "cuBLAS 13.7.0 at run time; needed: 13.4.0 or newer",
+  ),
+  "cuBLAS missing": (machine(libraries={"libcublasLt.so.13": None}), JOB, E, "no libcublasLt.so.13 on the loader's path"),
+  "several NCCL": (
+    machine(nccl_files={"/a/libnccl.so.2": 23203, "/b/libnccl.so.2": 23007}),
+    JOB,
+    E,
+    "several NCCL: /a/libnccl.so.2 (2.32.3), /b/libnccl.so.2 (2.30.7); needed: one NCCL",
+  ),
+  "NCCL old": (
+    machine(libraries={"libnccl.so.2": Library(path=LIB, version=23007)}, nccl_headers=23007),
+    JOB,
+    E,
+    "NCCL 2.30.7 at run time; needed: 2.32.3 or newer for NCCL EP",
+  ),
+  "NCCL missing": (machine(libraries={"libnccl.so.2": None}), JOB, E, "no libnccl.so.2; needed: NCCL for more than one GPU"),
+  # GPUs
+  "no GPU": (machine(gpus=()), job(options={"experts": "auto"}), N, "no GPU here: kernels, links and memory are not judged"),
+  "GPUs hidden": (machine(variables={"CUDA_VISIBLE_DEVICES": ""}), JOB, E, "CUDA_VISIBLE_DEVICES='' hides the 8 GPUs"),
+  "jax on the CPU": (machine(variables={"JAX_PLATFORMS": "cpu"}), JOB, E, "JAX_PLATFORMS=cpu with hardware=gpu; needed: JAX on the GPUs"),
+  "mixed GPUs": (machine(gpus=(H200,) * 4 + (B200,) * 4), JOB, E, "GPUs of several kinds: NVIDIA B200, NVIDIA H200"),
+  "MIG": (machine(gpus=(dataclasses.replace(H200, mig=True),) * 8), JOB, E, "MIG is on, and NCCL cannot connect slices of GPUs"),
+  "driver old": (machine(driver="550.54"), JOB, E, "driver 550.54; needed: 580 or newer for CUDA 13"),
+  "GPU in use": (
+    machine(gpus=(*(H200,) * 7, dataclasses.replace(H200, used_bytes=60 * GIB))),
+    JOB,
+    W,
+    "GPU 7 has 60.0 GiB of 141.0 GiB in use before the run",
+  ),
+  "fewer GPUs than the job wants": (machine(gpus=(H200,) * 4), JOB, E, "a job of 8 GPUs per node on a machine with 4"),
+  "mxfp8 on Hopper": (
+    MACHINE,
+    job(options={"recipe": "mxfp8"}),
+    E,
+    "moe_te.recipe=mxfp8 on a GPU of compute capability 9.0; needed: Blackwell (10.0) or newer. Fix: set moe_te.recipe=bf16",
+  ),
+  "mxfp8 attention on Hopper": (MACHINE, job({"quantization": "te_mxfp8"}), E, "quantization=te_mxfp8 on NVIDIA H200; needed: Blackwell"),
+  "A100": (
+    machine(gpus=(dataclasses.replace(H200, capability="8.0"),) * 8),
+    JOB,
+    E,
+    "a GPU of compute capability 8.0; needed: Hopper (9.0) or data-centre Blackwell",
+  ),
+  "bf16 on Blackwell": (machine(gpus=(B200,) * 8), JOB, N, "NVIDIA B200 computes expert products in MXFP8 too"),
+  # expert parallelism
+  "no nvcc": (machine(nvcc=None), JOB, W, "no nvcc; the run takes XLA's slower collectives; needed: a compiler: NCCL EP compiles"),
+  "no nvcc, NCCL EP asked for": (machine(nvcc=None), job(options={"transport": "nccl_ep"}), E, "no nvcc; needed: a compiler"),
+  "no g++": (machine(gxx=None), JOB, W, "no g++; the run takes XLA's slower collectives"),
+  "NCCL headers differ": (machine(nccl_headers=23007), JOB, W, "headers of NCCL 2.30.7 beside NCCL 2.32.3"),
+  "no NCCL headers": (machine(nccl_headers=None), job(options={"transport": "nccl_ep"}), E, "no NCCL headers beside NCCL 2.32.3; needed"),
+  "cache not writable": (machine(jit_cache=False), JOB, W, "NCCL EP's kernel cache cannot be written"),
+  "no peer access": (machine(no_peer_access=((0, 4), (1, 5))), JOB, E, "GPUs 0-4, 1-5 have no peer-to-peer access"),
+  "peer access off": (machine(variables={"NCCL_P2P_DISABLE": "1"}), JOB, E, "NCCL_P2P_DISABLE=1 with NCCL EP"),
+  "experts across domains": (
+    MACHINE,
+    job({"micro_batch_size_to_train_on": 64}, axes={"fsdp": 1, "expert": 16}, nodes=2),
+    W,
+    "an expert axis of 16 over NVLink domains of 8 GPUs; needed: an expert axis inside one domain, or RDMA with GIN. Fix: set "
+    "ici_expert_parallelism=8",
+  ),
+  "44 ranks of one rack": (
+    machine(gpus=(B200,) * 8),
+    job({"micro_batch_size_to_train_on": 256}, axes={"fsdp": 1, "expert": 64}, nodes=8, nvlink_domain=72),
+    W,
+    "an expert axis of 64: NCCL was seen to crash with 44 ranks or more of one NVLink rack; needed: NCCL_MNNVL_ENABLE=0",
+  ),
+  "several GPUs in a process": (
+    machine({"jax": "0.11.1", "jaxlib": "0.11.1", "jax-cuda13-plugin": "0.11.1", "jax-cuda13-pjrt": "0.11.1"}),
+    job(processes_per_node=1),
+    W,
+    "8 GPUs in one process with jax 0.11.1",
+  ),
+  "one process for a node": (MACHINE, job(processes_per_node=1), W, "1 processes for 8 GPUs of a node; needed: one process per GPU"),
+  "experts not a multiple of 4": (
+    MACHINE,
+    job({"num_experts": 6}, axes={"expert": 2, "fsdp": 4}),
+    W,
+    "num_experts=6 with NCCL EP; needed: a multiple",
+  ),
+  "float32 with NCCL EP": (MACHINE, job({"dtype": "float32"}), W, "dtype=float32 with NCCL EP; needed: dtype=bfloat16"),
+  "many tokens": (MACHINE, job({"max_target_length": 4096}), N, "16384 tokens per rank with NCCL EP; needed: 8,192"),
+  # mesh
+  "mesh and GPUs": (
+    MACHINE,
+    job(axes={"fsdp": 4}),
+    E,
+    "a mesh of 16 devices (fsdp 4 x expert 4) on 1 x 8 = 8 GPUs; needed: as many devices as GPUs. Fix: set ici_fsdp_parallelism=-1",
+  ),
+  "experts and axis": (MACHINE, job({"num_experts": 60}, axes={"expert": 8, "fsdp": 1}), E, "num_experts=60 on an expert axis of 8"),
+  "heads and tensor axis": (
+    MACHINE,
+    job(axes={"tensor": 8, "fsdp": 1, "expert": 1}),
+    E,
+    "4 key-value heads on a tensor axis of 8; needed: as many heads on every rank. Fix: set ici_tensor_parallelism=4",
+  ),
+  "batch and mesh": (
+    MACHINE,
+    job({"micro_batch_size_to_train_on": 12}),
+    E,
+    "a batch of 12 sequences over 8 devices (fsdp 2 x expert 4); needed: a multiple of 8",
+  ),
+  "latent rank and 1,024 GPUs": (
+    machine(gpus=(B200,) * 8),
+    job(
+      {"attention_type": "mla", "kv_lora_rank": 512, "micro_batch_size_to_train_on": 1024},
+      axes={"fsdp": 128, "expert": 8},
+      nodes=128,
+      nvlink_domain=64,
+    ),
+    E,
+    "kv_lora_rank=512 split over fsdp x expert = 1024; needed: a divisor of 512, or another rule. Fix: add logical_axis_rules=[['kv_lora',",
+  ),
+  "dcn split solved": (
+    machine(gpus=(B200,) * 4),
+    job({"micro_batch_size_to_train_on": 128}, axes={"fsdp": 16, "expert": 8}, nodes=32, gpus_per_node=4, nvlink_domain=64),
+    N,
+    "128 GPUs in 2 NVLink domains of 64, and a mesh without dcn_ axes; needed: fast axes inside a domain: the innermost axis is, in "
+    "device order. Fix: leave it, or where MaxText sees 2 slices write dcn_fsdp_parallelism=2 ici_fsdp_parallelism=8",
+  ),
+  # memory
+  "experts do not fit": (
+    MACHINE,
+    job({"num_experts": 512, "emb_dim": 4096, "moe_mlp_dim": 1536}),
+    E,
+    "weights and optimizer state of the experts alone take 648.0 GiB of each GPU, XLA's pool is 119.8 GiB",
+  ),
+  "no room for NCCL EP": (
+    MACHINE,
+    job({"emb_dim": 7168, "num_decoder_layers": 4}, variables={"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.97"}),
+    W,
+    "beside XLA's pool of 0.97, which leaves 4.2 GiB; needed: room for its buffers, NCCL and CUDA graphs (2 GiB)",
+  ),
+  "worst case too large": (
+    MACHINE,
+    job({"emb_dim": 7168, "max_target_length": 12288, "num_decoder_layers": 4}, variables={"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}),
+    W,
+    "the worst case of 1,572,864 received rows makes each buffer of them 21.0 GiB; needed: buffers that fit several times. Fix: set "
+    "moe_te.capacity_factor=2",
+  ),
+  "layers not scanned": (MACHINE, job({"scan_layers": False}), W, "scan_layers=false with 48 layers"),
+  "pool of host memory": (
+    MACHINE,
+    job(offloaded_bytes=115 * GIB, xla_flags="--xla_disable_hlo_passes=rematerialization"),
+    E,
+    "115.0 GiB offloaded by each process, and XLA's pool of host memory ends at 64 GB; needed: room for them and a tenth more. Fix: set "
+    "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=149",
+  ),
+  "host memory": (
+    machine(host_memory_bytes=200 * GIB),
+    job(offloaded_bytes=40 * GIB, xla_flags="--xla_disable_hlo_passes=rematerialization"),
+    E,
+    "320.0 GiB offloaded on a node with 200.0 GiB of free memory",
+  ),
+  "offload and rematerialization": (
+    MACHINE,
+    job(offloaded_bytes=GIB),
+    W,
+    "offload without --xla_disable_hlo_passes=rematerialization: XLA counts host memory as device memory",
+  ),
+  "docker's shared memory": (
+    machine(shared_memory_bytes=64 * 2**20),
+    JOB,
+    E,
+    "/dev/shm of 64 MiB, Docker's default; needed: 1 GiB or more",
+  ),
+  "the run's own refusal": (MACHINE, job(refused=dict(found="a", needed="b", fix="c")), E, "a; needed: b. Fix: c."),
+  # combinations
+  "packing": (MACHINE, job({"packing": True}), E, "attention=cudnn_flash_te with packing and no max_segments_per_seq"),
+  "delayed scaling": (
+    MACHINE,
+    job({"quantization": "te_fp8_delayedscaling", "gradient_accumulation_steps": 2}),
+    E,
+    "quantization=te_fp8_delayedscaling with gradient_accumulation_steps=2; needed: a recipe without state. Fix: set "
+    "quantization=te_fp8_currentscaling",
+  ),
+  "bfloat16 weights": (MACHINE, job({"weight_dtype": "bfloat16"}), N, "weight_dtype=bfloat16: small updates of weights are rounded away"),
+  "collectives captured": (
+    MACHINE,
+    job(xla_flags="--xla_gpu_enable_command_buffer=FUSION,COLLECTIVES"),
+    E,
+    "COLLECTIVES in xla_gpu_enable_command_buffer",
+  ),
+  "EP calls captured": (
+    MACHINE,
+    job(xla_flags="--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL"),
+    W,
+    "CUSTOM_CALL in xla_gpu_enable_command_buffer: replayed",
+  ),
+  "overlap limit": (
+    MACHINE,
+    job(
+      xla_flags="--xla_gpu_enable_latency_hiding_scheduler=true --xla_gpu_experimental_enable_collective_multi_streaming=true "
+      "--xla_gpu_experimental_parallel_collective_overlap_limit=2"
+    ),
+    W,
+    "a collective overlap limit above 1: gradients were seen not to repeat",
+  ),
+  "EP beside multi-stream": (
+    MACHINE,
+    job(xla_flags="--xla_gpu_enable_latency_hiding_scheduler=true --xla_gpu_collective_domain_assignment=scale_up_fabric"),
+    W,
+    "NCCL EP beside multi-stream collectives: XLA's guard against deadlock does not see NCCL EP's calls",
+  ),
+  "one domain": (
+    MACHINE,
+    job(xla_flags="--xla_gpu_enable_latency_hiding_scheduler=true --xla_gpu_collective_domain_assignment=scale_up_fabric"),
+    N,
+    "multi-stream flags on one NVLink domain of 8 GPUs: every collective is in it, so nothing overlaps",
+  ),
+  "no scheduler": (
+    MACHINE,
+    job(xla_flags="--xla_gpu_collective_domain_assignment=scale_up_fabric"),
+    W,
+    "multi-stream flags without xla_gpu_enable_latency_hiding_scheduler: nothing is scheduled to overlap",
+  ),
+  "one-shot ragged all-to-all": (
+    MACHINE,
+    job({"micro_batch_size_to_train_on": 256}, {"enabled": False}, axes={"fsdp": 1, "expert": 64}, nodes=8),
+    E,
+    "MaxText's own ragged all-to-all on an expert axis of 64; needed: at most 32 ranks",
+  ),
+  "switched off": (MACHINE, job(options={"enabled": False}), W, "moe_te.enabled=false: MaxText's own expert products"),
+  "unfused attention": (MACHINE, job(variables={"NVTE_FUSED_ATTN": "0"}), E, "NVTE_FUSED_ATTN=0 with attention=cudnn_flash_te"),
+  "flags dropped under PGLE": (
+    MACHINE,
+    job({"compile_xla_flags": "--xla_x=1"}, variables={"JAX_ENABLE_PGLE": "true"}),
+    E,
+    "compile_xla_flags with JAX_ENABLE_PGLE: MaxText drops those flags",
+  ),
+  "slop factor": (
+    MACHINE,
+    job(xla_flags="--xla_gpu_memory_limit_slop_factor=99"),
+    N,
+    "xla_gpu_memory_limit_slop_factor=99 without offload",
+  ),
+  "blocking launches": (MACHINE, job(variables={"CUDA_LAUNCH_BLOCKING": "1"}), E, "CUDA_LAUNCH_BLOCKING=1: nothing overlaps"),
+  "verbose NCCL": (
+    MACHINE,
+    job({"micro_batch_size_to_train_on": 64}, variables={"NCCL_DEBUG": "info"}, axes={"fsdp": 4}, nodes=2),
+    N,
+    "NCCL_DEBUG=info: every rank",
+  ),
+  # flags and their environment, as settings/xla_flags.py finds them
+  "one hardware queue": (
+    MACHINE,
+    job(variables={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+    W,
+    "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams on one",
+  ),
+  "two memory fractions": (
+    MACHINE,
+    job(variables={"XLA_CLIENT_MEM_FRACTION": "0.8"}),
+    E,
+    "XLA_CLIENT_MEM_FRACTION=0.8 and XLA_PYTHON_CLIENT_MEM_FRACTION=0.85 are both set",
+  ),
+  "half a pair": (MACHINE, job(xla_flags="--xla_gpu_experimental_enable_collective_multi_streaming=true"), E, "multi_streaming"),
+  "not a boolean": (
+    MACHINE,
+    job(xla_flags="--xla_gpu_enable_latency_hiding_scheduler=maybe"),
+    E,
+    "xla_gpu_enable_latency_hiding_scheduler=maybe",
+  ),
+  "a space in a list": (
+    MACHINE,
+    job(xla_flags="--xla_gpu_enable_command_buffer=FUSION, CUBLAS"),
+    E,
+    "XLA reads nothing from there on: CUBLAS",
+  ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_finding(case):
+  of_machine, of_job, severity, text = CASES[case]
+  findings = said(of_machine, of_job)
+  assert any(found == severity and text in message for found, message in findings), findings
+  assert all("Fix: " in message and message.endswith("]") and "[]" not in message for _, message in findings)
+
+
+def test_there_are_many():
+  assert len({text for *_, text in CASES.values()}) >= 80
+
+
+def test_an_unknown_flag_is_found_by_what_is_installed():
+  names = Names(libraries={"jaxlib 0.12.0.1": frozenset({"xla_gpu_enable_latency_hiding_scheduler"})}, version="0.12.0.1")
+  findings = said(of_job=job(xla_flags="--xla_gpu_enable_latency_hiding_schedular=true"), names=names)
+  assert any("jaxlib 0.12.0.1 has no flag --xla_gpu_enable_latency_hiding_schedular" in text for _, text in findings)
+
+
+def test_errors_come_first():
+  severities = [severity for severity, _ in said(machine(nvcc=None, driver="550.1"), job({"max_target_length": 4096}))]
+  assert severities == sorted(severities, key=(E, W, N).index) and set(severities) == {E, W, N}
+
+
+def test_machine_survives_json():
+  changed = machine(no_peer_access=((0, 1),), imported_at_start=("jax",))
+  assert facts.machine_from(json.loads(json.dumps(dataclasses.asdict(changed)))) == changed
+
+
+def test_only_known_variables_are_told(monkeypatch):
+  monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+  monkeypatch.setenv("NCCL_DEBUG", "WARN")
+  told = facts.gather().variables
+  assert told["NCCL_DEBUG"] == "WARN" and "AWS_SECRET_ACCESS_KEY" not in told
+
+
+# Across ranks
+
+
+def test_the_rank_that_differs_is_named():
+  machines = {f"rank {i}": MACHINE for i in range(4)}
+  assert checks.compare(machines) == []
+  machines["rank 2"] = machine(libraries={"libnccl.so.2": Library(path=LIB, version=23007)})
+  (finding,) = checks.compare(machines)
+  assert str(finding).startswith("library libnccl.so.2 is 23007 on rank 2 and 23203 on 3 others; needed: the same everywhere")
+
+
+def test_ranks_meet_in_a_folder(tmp_path, monkeypatch):
+  doctor.gather_ranks(tmp_path, MACHINE, rank=0, count=1)
+  findings = doctor.gather_ranks(tmp_path, machine(driver="570.1"), rank=1, count=2)
+  assert "driver is 5" in str(findings[0]) and "rank 1" in str(findings[0])
+  monkeypatch.setattr(doctor, "RANKS_TIMEOUT_S", 0.1)
+  findings = doctor.gather_ranks(tmp_path, MACHINE, rank=1, count=3)
+  assert [str(f).split(";")[0] for f in findings] == [f"rank 2 of 3 left nothing in {tmp_path} within 0.1 s"]
+
+
+# Probes
+
+
+@pytest.mark.parametrize(
+  ("name", "result", "failure", "severity", "text"),
+  [
+    ("grouped-gemm", {"tflops": 600, "error": 0.003}, None, None, None),
+    ("grouped-gemm", {"tflops": 90, "error": 0.003}, None, W, "grouped GEMM reaches 90 TFLOP/s here; needed: 200 or more"),
+    ("grouped-gemm", {"tflops": 600, "error": float("nan")}, None, E, "grouped GEMM is off by nan"),
+    ("offload", {"equal": True, "error": 0.0}, None, None, None),
+    ("offload", {"equal": False, "error": 770.0}, None, E, "is not that of saved ones: relative error 7.7e+02; needed: the same bits"),
+    ("expert-parallel", None, "was killed by signal 6: jit", E, "a trial of NCCL EP's dispatch and combine was killed by signal 6: jit"),
+    ("expert-parallel", {"error": 0.5}, None, E, "NCCL EP's dispatch and combine is off by 5.0e-01"),
+  ],
+)
+def test_probes_are_judged(name, result, failure, severity, text):
+  findings = [(finding.severity, str(finding)) for finding in probes.judge(name, result, failure, "9.0")]
+  assert findings == [] if text is None else (findings[0][0] == severity and text in findings[0][1])
+
+
+def test_a_probe_that_dies_is_a_finding():
+  result, failure = probes._start("no-such-probe", 1, one_gpu=True)
+  assert result is None and failure.startswith("ended with status 1: ") and "no-such-probe" in failure
+
+
+# A compiled step
+
+
+def deep_result(**changes):
+  streams = dict(collectives=15, in_domain=9, eligible=8, overlapped=[["a", "b"]], hazards=[], expert_calls=0)
+  figures = dict(host_bytes=100, device_temporary_bytes=50, device_peak_bytes=10, remat_instructions=0, streams=streams)
+  variants = {name: {**figures, "streams": dict(streams)} for name in ("device", "offload", *deep.PROFILES)}
+  variants["device"] |= {"host_bytes": 0, "device_temporary_bytes": 150}
+  result = dict(
+    devices=8, gpu="NVIDIA H200", mesh={"fsdp": 8}, layers=48, attention="x", names=["query_proj"], expected_host_bytes=100,
+    device_memory_bytes=20, variants=variants,
+  )  # fmt: skip
+  for path, value in changes.items():
+    name, _, key = path.partition("__")
+    target = variants[name.replace("_", "-")]
+    (target["streams"] if key in streams else target)[key] = value
+  return result
+
+
+@pytest.mark.parametrize(
+  ("changes", "severity", "text"),
+  [
+    (dict(offload__host_bytes=98), E, "offload of query_proj puts 0.0 MiB into host memory"),
+    (dict(offload__remat_instructions=137), W, "XLA repeats 137 operations to save memory, counting host memory as device memory"),
+    (dict(offload__device_peak_bytes=21), E, "the step needs 0.0 GiB (offload) and the GPU has 0.0"),
+    (
+      dict(multistream_aggressive__hazards=[["reduce-scatter.8", "all-gather.53"]]), W,
+      "multistream-aggressive: 1 pairs of collectives on the same GPUs may run at once, such as reduce-scatter.8 beside all-gather.53",
+    ),
+    (dict(multistream_domain__overlapped=[]), N, "multistream-domain overlaps no pair of collectives on different streams; 8 pairs could"),
+  ],
+)  # fmt: skip
+def test_a_compiled_step_is_judged(changes, severity, text):
+  assert deep.findings(deep_result()) == []
+  (finding,) = deep.findings(deep_result(**changes))
+  assert finding.severity == severity and text in str(finding)
+
+
+def test_a_compiled_step_as_text():
+  text = deep.text(deep_result())
+  assert "compiled for 8 NVIDIA H200, fsdp 8, 48 layers" in text
+  assert "(100.00 %); device memory +0.0 MiB saved" in text
+  assert "15 collectives, 9 in the NVLink domain; 8 pairs may overlap, 1 do on different streams, 0 of them share" in text
+
+
+def test_topology_is_checked():
+  with pytest.raises(OptionError, match="the topology '8x'; needed: NVLink domains x processes x GPUs per process"):
+    deep.compile_step(deep.Request(words=("base.yml",), topology="8x"))
+
+
+# The command
+
+
+def call(*words):
+  start = time.monotonic()
+  done = subprocess.run([sys.executable, "-m", "maxtext_moe_te", "doctor", *words], capture_output=True, text=True)
+  return done.returncode, done.stdout, done.stderr, time.monotonic() - start
+
+
+def test_the_machine_alone():
+  status, out, err, seconds = call()
+  assert (status, err) == (0, ""), out
+  assert "0 errors" in out and seconds < 20
+
+
+def test_a_saved_machine_as_json(tmp_path):
+  (tmp_path / "machine.json").write_text(json.dumps(dataclasses.asdict(machine(driver="550.1"))))
+  status, out, _, _ = call("--machine", str(tmp_path / "machine.json"), "--json")
+  report = json.loads(out)
+  assert status == 1 and [finding["found"] for finding in report["findings"]] == ["driver 550.1"]
+  assert report["machine"]["gpus"][0]["name"] == "NVIDIA H200" and len(report["machine_digest"]) == 12
+
+
+def test_image_has_no_notes():
+  status, out, _, _ = call("--image")
+  assert status == 0 and "note:" not in out
+
+
+def test_wrong_words():
+  status, _, err, _ = call("--nonsense")
+  assert status == 2 and "the word '--nonsense'; needed: an option of doctor, or what MaxText takes" in err
+  status, _, err, _ = call("--deep")
+  assert status == 2 and "--deep without a job" in err
+
+
+@pytest.mark.host
+def test_a_job_is_resolved_by_maxtext():
+  status, out, err, seconds = call(
+    "--gpus-per-node", "4", "model_name=mixtral-8x7b", "ici_expert_parallelism=3", "moe_te.experts=ragged_dot"
+  )
+  assert status == 1, out + err
+  assert "job: mixtral-8x7b on 1 x 4 GPUs" in out
+  assert "num_experts=8 on an expert axis of 3" in out
+  assert seconds < 90  # 9 s of one core
