@@ -197,7 +197,17 @@ def _version(name):
 # Run by a fresh interpreter, so that what it loads is what a training process would find and nothing of it stays.
 _LOAD = """
 import ctypes, glob, json, os, sys
-sonames, parts, extension = json.loads(sys.argv[1])
+sonames, parts, extension, folders = json.loads(sys.argv[1])
+
+def load(name, mode=ctypes.DEFAULT_MODE):
+  # The loader's path first, then pip's folders, which JAX's plugin and Transformer Engine search by themselves.
+  try:
+    return ctypes.CDLL(name, mode=mode)
+  except OSError:
+    for folder in folders:
+      if os.path.exists(os.path.join(folder, name)):
+        return ctypes.CDLL(os.path.join(folder, name), mode=mode)
+    raise
 
 def file_of(handle, soname):
   for line in open("/proc/self/maps"):
@@ -222,7 +232,7 @@ def version_of(library, name):
 found = {}
 for name in sonames:
   try:
-    library = ctypes.CDLL(name)
+    library = load(name)
     found[name] = dict(path=file_of(library, name), version=version_of(library, name))
   except (OSError, AttributeError):
     pass
@@ -230,7 +240,7 @@ cudnn = {}
 for part in parts:
   name = f"libcudnn_{part}.so.9"
   try:
-    cudnn[part] = file_of(ctypes.CDLL(name), name)
+    cudnn[part] = file_of(load(name), name)
   except OSError:
     pass
 error = None
@@ -239,7 +249,7 @@ if extension:
   # Transformer Engine loads these before its own library, which leaves their symbols open.
   for name in ("libnvrtc.so.13", "libcublasLt.so.13", "libcublas.so.13", "libcudnn.so.9", "libcurand.so.10", "libnccl.so.2"):
     try:
-      ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+      load(name, ctypes.RTLD_GLOBAL)
     except OSError:
       pass
   for path in glob.glob(os.path.join(os.path.dirname(core), "**", "libnccl_ep.so*"), recursive=True):
@@ -253,7 +263,7 @@ if extension:
   except OSError as problem:
     error = str(problem)
 nccl = {}
-for folder in [*os.environ.get("LD_LIBRARY_PATH", "").split(":"), *glob.glob(f"{sys.prefix}/lib/python*/site-packages/nvidia/nccl/lib")]:
+for folder in [*os.environ.get("LD_LIBRARY_PATH", "").split(":"), *folders]:
   path = os.path.realpath(os.path.join(folder, "libnccl.so.2")) if folder else ""
   if path and os.path.isfile(path) and path not in nccl:
     try:
@@ -266,7 +276,8 @@ print("FACTS", json.dumps([found, cudnn, error, nccl]))
 
 def _loaded():
   """(libraries, cuDNN's parts, error of Transformer Engine's extension, NCCL files) as a fresh process finds them."""
-  request = json.dumps([LIBRARIES, CUDNN_PARTS, _extension()])
+  folders = [str(folder) for root in te_runtime._pip_roots() for folder in sorted(root.glob("*/lib"))]
+  request = json.dumps([LIBRARIES, CUDNN_PARTS, _extension(), folders])
   environment = dict(os.environ)
   te_runtime.prefer_pip_cudnn(environment)
   done = subprocess.run([sys.executable, "-c", _LOAD, request], capture_output=True, text=True, timeout=60, env=environment)
