@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import ctypes
 import datetime
-import importlib.util
 import os
 import queue
 import shlex
@@ -88,7 +87,7 @@ def main(argv: list[str]) -> int:
     MoeTeError: bad arguments, or a folder for logs that cannot be written.
   """
   arguments = _parse(argv)
-  if arguments.doctor and importlib.util.find_spec("maxtext_moe_te.tools.doctor"):
+  if arguments.doctor:
     job = arguments.words[1:] if arguments.command == "run" else arguments.words  # without the module's name
     size = ["--nodes", str(arguments.nnodes), "--processes-per-node", str(arguments.nproc)]
     status = subprocess.run([*ENTRY, "doctor", *size, *job], check=False).returncode

@@ -63,8 +63,8 @@ maxtext_moe_te.activate = lambda **kwargs: None
 from maxtext_moe_te.tools import launch
 versions.check_maxtext = lambda **kwargs: None
 if sys.argv[1] == "doctor":
-  print("the machine lacks something", file=sys.stderr)
-  sys.exit(2)
+  print("asked with", *sys.argv[2:], flush=True)
+  sys.exit(1)
 if sys.argv[-1] in ("refuses", "deaf"):
   launch.Rank.join = lambda self: None
 sys.exit(cli.main())
@@ -198,6 +198,14 @@ def test_a_refusal_is_one_line(start):
   status, _, err = finish(start("--no-doctor", manner="refuses", nproc=2))
   assert status == 2
   assert [line for line in err.splitlines() if line.startswith("  ")] == ["  maxtext-moe-te: error: a; needed: b. Fix: c."]
+
+
+def test_the_doctor_comes_first(start, tmp_path):
+  status, out, err = finish(start(nproc=2, manner="plain"))
+  assert status == 1
+  assert out == f"asked with --nodes 1 --processes-per-node 2 {tmp_path} 100000 plain\n"
+  assert err == "launch: doctor found what would stop this run; --no-doctor starts it all the same\n"
+  assert not (tmp_path / "logs").exists()
 
 
 def test_ranks_do_not_outlive_a_killed_launcher(start):
