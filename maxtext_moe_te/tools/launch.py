@@ -88,15 +88,22 @@ def main(argv: list[str]) -> int:
   """
   arguments = _parse(argv)
   if arguments.doctor:
-    job = arguments.words[1:] if arguments.command == "run" else arguments.words  # without the module's name
-    size = ["--nodes", str(arguments.nnodes), "--processes-per-node", str(arguments.nproc)]
-    status = subprocess.run([*ENTRY, "doctor", *size, *job], check=False).returncode
+    status = subprocess.run([*ENTRY, "doctor", *_job(arguments)], check=False).returncode
     if status:
       _say("doctor found what would stop this run; --no-doctor starts it all the same")
       return status
   with _signals() as received, contextlib.ExitStack() as stack:
     ranks = _start(arguments, stack)
     return _watch(ranks, received, arguments.grace)
+
+
+def _job(arguments) -> list[str]:
+  """What the doctor is to judge beside the machine; nothing where ranks share a GPU, which no job on a cluster does."""
+  if arguments.ranks_per_gpu > 1:
+    return []
+  nproc = str(arguments.nproc)
+  words = arguments.words[1:] if arguments.command == "run" else arguments.words  # without the module's name
+  return ["--nodes", str(arguments.nnodes), "--gpus-per-node", nproc, "--processes-per-node", nproc, *words]
 
 
 def _parse(argv):

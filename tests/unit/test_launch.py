@@ -203,9 +203,10 @@ def test_a_refusal_is_one_line(start):
 def test_the_doctor_comes_first(start, tmp_path):
   status, out, err = finish(start(nproc=2, manner="plain"))
   assert status == 1
-  assert out == f"asked with --nodes 1 --processes-per-node 2 {tmp_path} 100000 plain\n"
+  assert out == f"asked with --nodes 1 --gpus-per-node 2 --processes-per-node 2 {tmp_path} 100000 plain\n"
   assert err == "launch: doctor found what would stop this run; --no-doctor starts it all the same\n"
   assert not (tmp_path / "logs").exists()
+  assert finish(start("--ranks-per-gpu", "2", nproc=2))[1] == "asked with\n"
 
 
 def test_ranks_do_not_outlive_a_killed_launcher(start):
