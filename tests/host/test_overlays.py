@@ -1,5 +1,6 @@
 """Every overlay that ships, resolved by MaxText with its model; the table in configs/README.md names exactly these."""
 
+import json
 import pathlib
 import re
 
@@ -8,6 +9,7 @@ import pytest
 from maxtext_moe_te.settings import overlay as overlays
 from maxtext_moe_te.settings import xla_flags
 from maxtext_moe_te.settings.config import MoeTeOptions
+from tests.te import compile_overlays
 
 pytestmark = pytest.mark.host
 
@@ -34,14 +36,14 @@ def resolved(name, *words):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_maxtext_accepts_it(name):
-  from maxtext_moe_te.host import rules_from_config, seams
+  from maxtext_moe_te.host import checks, rules_from_config
 
   overlay, config = resolved(name)
   for key, value in overlay.maxtext.items():
     found = getattr(config, key)
     assert str(getattr(found, "value", getattr(found, "name", found))).lower() == str(value).lower(), key
   assert rules_from_config.refusal(config) is None
-  rules_from_config.check_mesh(config, seams.axis_sizes(config))
+  rules_from_config.check_mesh(config, checks.axis_sizes(config))
 
 
 @pytest.mark.parametrize("name", WITH_MODEL)
@@ -68,6 +70,18 @@ def test_its_flags_are_good_on_the_installed_jaxlib(name):
 @pytest.mark.parametrize("name", [name for name in WITH_MODEL if "recipe" not in overlays.load(name).moe_te])
 def test_mxfp8_stacks_on_it(name):
   assert overlays.load(f"{name},te-moe-mxfp8").moe_te["recipe"] == "mxfp8"
+
+
+@pytest.mark.parametrize("name", WITH_MODEL)
+def test_the_table_says_what_was_compiled(name):
+  (row,) = [line for line in TABLE.splitlines() if line.startswith(f"| `{name}` |")]
+  found = json.loads(compile_overlays.RECORD.read_text())["overlays"].get(name)
+  if found is None:
+    assert "compiled" not in row
+    return
+  assert f"compiled: {found['peak_gib']} of {found['device_gib']} GiB" in row
+  assert found["settings"] == compile_overlays.digest(name), f"compile it anew: python -m tests.te.compile_overlays {name}"
+  assert found["gpus"] == " ".join(map(str, compile_overlays.gpus(name)))
 
 
 def test_the_table_names_them_all():

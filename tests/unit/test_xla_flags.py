@@ -12,6 +12,7 @@ import sys
 import pytest
 from packaging.version import Version
 
+from maxtext_moe_te import cli
 from maxtext_moe_te.errors import OptionError, RefusedError
 from maxtext_moe_te.settings import overlay as overlays
 from maxtext_moe_te.settings import xla_flags
@@ -286,6 +287,13 @@ def test_enforce_refuses_or_reports():
     xla_flags.enforce(environ)
   assert len(xla_flags.enforce(environ, strict=False)) == 2
   assert xla_flags.enforce({}) == []
+
+
+def test_a_run_is_refused_before_maxtext_is_looked_for(monkeypatch, capsys):
+  monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_no_such_flag=1")
+  assert cli.main(["train", "base.yml"]) == 2
+  error = capsys.readouterr().err.splitlines()[-1]
+  assert error.startswith("maxtext-moe-te: error: jaxlib ") and "has no flag --xla_gpu_no_such_flag and would end the process" in error
 
 
 def test_an_unknown_layout_of_jaxlib_is_said(monkeypatch):
