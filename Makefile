@@ -14,7 +14,7 @@ ifneq ($(shell $(PYTHON_BIN) -c "import sys; print(open(sys.prefix + '/.ready').
 .PHONY: $(READY)
 endif
 
-.PHONY: help demo test test-te test-gpu dist check lock clean
+.PHONY: help demo test test-te test-gpu test-install dist check lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 16
@@ -44,6 +44,10 @@ dist: $(READY) ## build the wheel and the sdist into dist/, the same bytes from 
 	rm -rf dist
 	$(PYTHON_BIN) -m hatchling build -d dist
 	$(PYTHON_BIN) -m pytest tests/unit/test_dist.py -q --require-dist $(ARGS)
+
+# Apart, because it downloads MaxText 0.2.4 and makes two environments of a gigabyte: ten minutes.
+test-install: $(READY) ## install the wheel beside MaxText 0.2.5 and 0.2.4, train, patch, revert, uninstall
+	$(PYTHON_BIN) -m pytest tests/install/check_install.py -q --require-host $(ARGS)
 
 check: $(READY) ## lint
 	$(BIN)/ruff check .

@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from maxtext_moe_te.errors import VersionError
 
-MAXTEXT = "==0.2.5"  # the seams are written against, and fingerprinted on, the source of this release
+MAXTEXT = ">=0.2.4,<0.2.6"  # the seams are written against, and fingerprinted on, the source of these two releases
 JAX = ">=0.11.1"  # 0.10.2 and 0.11.0 give wrong gradients when tensors are offloaded to the host under a scan
 TRANSFORMER_ENGINE = "==2.20.*"  # the grouped GEMM and NCCL EP entry points are called by the signatures of this series
 
@@ -38,7 +38,7 @@ SUPPORTED = {
   "maxtext": Supported(
     distributions=("maxtext",),
     versions=MAXTEXT,
-    reason="the places the plugin replaces are checked against the source of this release",
+    reason="the places the plugin replaces are checked against the source of 0.2.4 and 0.2.5",
     hazards={},
   ),
   "jax": Supported(
@@ -98,6 +98,12 @@ def check_maxtext(*, accept_unknown: bool = False) -> str:
   """
   found = installed("maxtext")
   return found if accept_unknown and found else check("maxtext")
+
+
+def maxtext_before(version: str) -> bool:
+  """Whether the installed MaxText is older than a release."""
+  found = installed("maxtext")
+  return found is not None and Version(found) < Version(version)
 
 
 def hazard(name: str) -> str | None:

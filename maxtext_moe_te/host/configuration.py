@@ -31,9 +31,9 @@ log = logging.getLogger("maxtext_moe_te")
 _PYCONFIG = "maxtext.configs.pyconfig"
 # `_read` follows the order of pyconfig's own resolution, so a change there must be seen.
 _RELIES_ON = (f"{_PYCONFIG}:_initialize_pydantic", f"{_PYCONFIG}:_resolve_or_infer_config", f"{_PYCONFIG}:_load_config")
-_FINGERPRINTS = {
-  "initialize": {"0.2.5": "0787bfb3930a314bd12d2723b587344c5a3cbede5e2a8a8ceca5ec7cc4072a49"},
-  "initialize_pydantic": {"0.2.5": "a4a5f8b57ef205a57ae6d6e851b04efcc90320bdd6d0c7ee863ecfb7b111c940"},
+_FINGERPRINTS = {  # the same in both releases
+  "initialize": dict.fromkeys(("0.2.4", "0.2.5"), "0787bfb3930a314bd12d2723b587344c5a3cbede5e2a8a8ceca5ec7cc4072a49"),
+  "initialize_pydantic": dict.fromkeys(("0.2.4", "0.2.5"), "a4a5f8b57ef205a57ae6d6e851b04efcc90320bdd6d0c7ee863ecfb7b111c940"),
 }
 
 # What is switched when a YAML asks for a MoE path that the plugin replaces. Some keys decide on the path,

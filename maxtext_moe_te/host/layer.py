@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from maxtext.layers import linears, moe
 
+from maxtext_moe_te import versions
 from maxtext_moe_te.errors import RefusedError
 from maxtext_moe_te.host import metrics, parts, rules_from_config
 from maxtext_moe_te.moe import block, routing
@@ -168,9 +169,9 @@ def _axes(module, logical_names) -> list[tuple[str, ...]]:
 
 
 def _bias_update(module: moe.RoutedMoE, rows: jax.Array):
-  """What MaxText's train step adds to the router bias; the raw counts if it sums them over microbatches first."""
+  """What MaxText's train step adds to the router bias; the raw counts if it sums them over microbatches first, as 0.2.5 does."""
   if not module.should_update_load_balance():
     return None
-  if module.config.gradient_accumulation_steps > 1:
+  if module.config.gradient_accumulation_steps > 1 and not versions.maxtext_before("0.2.5"):
     return rows
   return routing.bias_update(rows, module.config.routed_bias_update_rate)

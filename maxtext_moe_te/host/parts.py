@@ -65,11 +65,11 @@ def check_options(options: MoeTeOptions) -> None:
       versions.check("transformer-engine")
     except MoeTeError as error:
       raise type(error)(found=f"{' and '.join(asked)}, and {error.found}", needed=error.needed, fix=error.fix) from error
-  if options.recipe == "mxfp8" and versions.installed("jax") == "0.11.2":
+  if options.recipe == "mxfp8" and versions.installed("jax") == "0.11.2" and te_runtime.makes_empty_constants():
     raise VersionError(
         found="moe_te.recipe=mxfp8 with jax 0.11.2, whose compiler crashes on the quantized grouped product in scanned layers",
-        needed="jax 0.11.1, or 0.12 or newer",
-        fix="pip install 'jax[cuda13]>=0.12', or set moe_te.recipe=bf16",
+        needed="jax 0.11.1, or 0.12 or newer, or a patched Transformer Engine",
+        fix="maxtext-moe-te patch apply transformer_engine, or pip install 'jax[cuda13]>=0.12', or set moe_te.recipe=bf16",
     )
   if options.recipe == "mxfp8" and options.experts not in ("auto", "te"):
     raise RefusedError(
@@ -192,6 +192,21 @@ def bootstrapping(options: MoeTeOptions):
       return None
 
     return maybe_bootstrap_te_moe
+
+  return replace
+
+
+def bootstrapping_before_state(options: MoeTeOptions):
+  """The same on `maxtext_utils.setup_training_state`: in MaxText 0.2.4 the first call that gets the mesh and traces the model."""
+
+  def replace(original):
+    @functools.wraps(original)
+    def setup_training_state(data_iterator, config, mesh, *args, **kwargs):
+      if rules_from_config.is_moe(config):
+        _bootstrap(options, config, mesh)
+      return original(data_iterator, config, mesh, *args, **kwargs)
+
+    return setup_training_state
 
   return replace
 

@@ -8,6 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from maxtext_moe_te import versions
 from maxtext_moe_te.errors import RefusedError
 from maxtext_moe_te.moe.block import LayerSpec
 from maxtext_moe_te.moe.routing import BalanceLoss
@@ -81,14 +82,17 @@ def expert_rule(config) -> ExpertRule:
 
 def layer_spec(config, *, hash_routing: bool = False) -> LayerSpec:
   """Everything the layer computes, from the configuration; see `router_rule` for `hash_routing`."""
-  megatron = config.moe_use_megatron_seq_aux_loss and config.routed_score_func == "sigmoid"
+  megatron = getattr(config, "moe_use_megatron_seq_aux_loss", False) and config.routed_score_func == "sigmoid"
+  coefficient = config.load_balance_loss_weight
+  if versions.maxtext_before("0.2.5"):  # it does not divide the load by the experts per token
+    coefficient *= config.num_experts_per_tok
   return LayerSpec(
       num_experts=config.num_experts,
       router=router_rule(config, hash_routing=hash_routing),
       expert=expert_rule(config),
       dtype=jnp.dtype(config.dtype),
       sum_dtype=jnp.dtype(jnp.float32 if config.float32_weight_sum else config.dtype),
-      load_balance_coefficient=0.0 if hash_routing else config.load_balance_loss_weight,
+      load_balance_coefficient=0.0 if hash_routing else coefficient,
       balance_loss=BalanceLoss.MEGATRON_SEQUENCE if megatron else BalanceLoss.SWITCH_SEQUENCE,
   )
 
@@ -107,7 +111,8 @@ def refusal(config) -> RefusedError | None:
   """Why this configuration would not be exact under the plugin, or None."""
   if not is_moe(config):
     return None
-  for wrong, found, needed, fix in _rules_of_refusal(config):
+  old = _rules_of_0_2_4(config) if versions.maxtext_before("0.2.5") else ()
+  for wrong, found, needed, fix in (*_rules_of_refusal(config), *old):
     if wrong:
       return RefusedError(found=found, needed=needed, fix=fix)
   return None
@@ -125,7 +130,7 @@ def _rules_of_refusal(config):
   )
   for key in ("use_batch_split_schedule", "use_lineage"):
     yield (
-        getattr(config, key),
+        getattr(config, key, False),
         f"{key}=true, a schedule that never calls the MoE layer the plugin replaces",
         f"{key}=false",
         f"set {key}=false, {off}",
@@ -182,10 +187,29 @@ def _rules_of_refusal(config):
       f"set ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1, {off}",
   )
   yield (
-      config.moe_dropless_fallback is not None,
-      f"moe_dropless_fallback={config.moe_dropless_fallback}, which replays what dropped tokens",
+      getattr(config, "moe_dropless_fallback", None) is not None,
+      f"moe_dropless_fallback={getattr(config, 'moe_dropless_fallback', None)}, which replays what dropped tokens",
       "no fallback: under the plugin nothing drops any",
       "remove moe_dropless_fallback (and retry_dropless_first_steps)",
+  )
+
+
+def _rules_of_0_2_4(config):
+  """As `_rules_of_refusal`: what MaxText 0.2.4 computes differently than 0.2.5 and the plugin does not follow."""
+  newer = "MaxText 0.2.5"
+  linen = [key for key in ("pure_nnx", "enable_nnx", "pure_nnx_decoder") if not getattr(config, key, True)]
+  yield bool(linen), f"{' and '.join(f'{key}=false' for key in linen)}, the model built with Linen", "pure_nnx=true", "remove it"
+  yield (
+      config.model_name.startswith("kimi-k2"),
+      f"model_name={config.model_name} on MaxText 0.2.4, which leaves the router bias in the weights",
+      newer,
+      "pip install maxtext==0.2.5",
+  )
+  yield (
+      config.load_balance_loss_weight > 0 and config.routed_bias and config.model_name.startswith(BIAS_FREE_WEIGHTS),
+      f"load_balance_loss_weight={config.load_balance_loss_weight:g} on MaxText 0.2.4, whose balance loss adds the router bias",
+      f"{newer}, or load_balance_loss_weight=0",
+      "pip install maxtext==0.2.5, or set load_balance_loss_weight=0",
   )
 
 

@@ -5,6 +5,7 @@ Reads versions of the libraries that are really loaded, not of installed package
 
 import ctypes
 import functools
+import importlib.util
 import os
 import re
 import shutil
@@ -95,6 +96,13 @@ def check_mxfp8(compute_capability: str) -> None:
         needed="Blackwell (10.0) or newer",
         fix="set moe_te.recipe=bf16",
     )
+
+
+def makes_empty_constants() -> bool:
+  """Whether `grouped_dense` of the installed Transformer Engine makes zero-element constants: it does, unless patched (patches/)."""
+  found = importlib.util.find_spec("transformer_engine")
+  gemm = Path(next(iter(found.submodule_search_locations)), "jax/cpp_extensions/gemm.py") if found else None
+  return gemm is None or not gemm.is_file() or "def _no_elements(" not in gemm.read_text(encoding="utf-8")
 
 
 def prepare_nccl_ep() -> None:

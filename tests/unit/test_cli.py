@@ -214,7 +214,7 @@ def test_missing_maxtext_is_one_line(host, capsys, monkeypatch):
   monkeypatch.setattr(versions, "check_maxtext", lambda **kwargs: versions.check("maxtext"))
   monkeypatch.setattr(versions, "installed", lambda name: None)
   assert cli.main(["train"]) == 2
-  assert one_line(capsys).startswith("maxtext-moe-te: error: maxtext is not installed; needed: maxtext==0.2.5")
+  assert one_line(capsys).startswith("maxtext-moe-te: error: maxtext is not installed; needed: maxtext>=0.2.4,<0.2.6")
 
 
 def test_unknown_command_is_a_usage_error(capsys):

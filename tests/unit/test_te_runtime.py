@@ -6,6 +6,7 @@ import pytest
 
 from maxtext_moe_te.errors import RefusedError, VersionError
 from maxtext_moe_te.moe import te_runtime
+from maxtext_moe_te.tools import patches
 
 
 @pytest.fixture
@@ -112,3 +113,19 @@ def test_a_users_cudnn_stays(monkeypatch, tmp_path, name):
   environment = {name: "/opt/cudnn"}
   assert te_runtime.prefer_pip_cudnn(environment) is None
   assert environment == {name: "/opt/cudnn"}
+
+
+def test_a_patched_transformer_engine_is_known(tmp_path, monkeypatch):
+  """By a function that the patch adds: the released file does not have it, the patched one has."""
+  (series,) = (series for series in patches.load() if series.package == "transformer_engine")
+  ((path, hunks),) = series.hunks.items()
+  old, new = (b"".join(line for hunk in hunks for line in hunk[i]).decode() for i in (1, 2))
+  file = tmp_path / path
+  file.parent.mkdir(parents=True)
+  (tmp_path / "transformer_engine/__init__.py").touch()
+  monkeypatch.syspath_prepend(tmp_path)
+  for text, expected in ((old, True), (new, False)):
+    file.write_text(text)
+    assert te_runtime.makes_empty_constants() is expected
+  file.unlink()
+  assert te_runtime.makes_empty_constants()

@@ -1,0 +1,136 @@
+"""The patches on MaxText's own source: applied, run with the unchanged command, reverted to identical bytes."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from maxtext_moe_te import cli, hook
+from maxtext_moe_te.tools import patches
+
+pytestmark = pytest.mark.host
+
+REPOSITORY = pathlib.Path(__file__).parents[2]
+SMALL = dict(
+    run_name="t",
+    enable_checkpointing=False,
+    hardware="cpu",
+    skip_jax_distributed_system=True,
+    log_config=False,
+    enable_tensorboard=False,
+    dataset_type="synthetic",
+    dtype="float32",
+    weight_dtype="float32",
+    matmul_precision="highest",
+    base_emb_dim=32,
+    base_mlp_dim=32,
+    base_moe_mlp_dim=32,
+    base_num_query_heads=2,
+    base_num_kv_heads=2,
+    head_dim=16,
+    base_num_decoder_layers=1,
+    num_experts=4,
+    num_experts_per_tok=2,
+    vocab_size=128,
+    max_target_length=16,
+    per_device_batch_size=2,
+    steps=3,
+    attention="dot_product",
+    megablox=False,
+    sparse_matmul=True,
+    override_model_config=True,
+    model_name="mixtral-8x7b",
+)
+WORDS = [f"{key}={value}" for key, value in SMALL.items()]
+
+
+def bytes_of(folder):
+  return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture(params=["site-packages", "git"])
+def root(request, tmp_path):
+  """A copy of the installed MaxText in either layout; the folder to give to --root."""
+  installed = pathlib.Path(importlib.util.find_spec("maxtext").submodule_search_locations[0])
+  place = tmp_path / ("src" if request.param == "git" else "")
+  shutil.copytree(installed, place / "maxtext", ignore=shutil.ignore_patterns("__pycache__", "assets"))
+  return tmp_path
+
+
+def test_applied_and_reverted(root):
+  before = bytes_of(root)
+  assert cli.main(["patch", "apply", "maxtext", "--root", str(root)]) == 0
+  assert bytes_of(root) != before
+  assert cli.main(["patch", "revert", "maxtext", "--root", str(root)]) == 0
+  assert bytes_of(root) == before
+
+
+def test_git_comes_to_the_same(root):
+  (series,) = (s for s in patches.load() if (s.package, s.version) == ("maxtext", importlib.metadata.version("maxtext")))
+  source = patches.find("maxtext", str(root))
+  subprocess.run(["git", "init", "-q", root], check=True)
+  for patch in series.patches:
+    strip = "-p1" if source.name == "src" else "-p2"
+    subprocess.run(["git", "apply", strip, patches.folder() / patch.file], cwd=root, check=True)
+  assert patches.inspect((series,), "maxtext", source).state == patches.APPLIED
+
+
+def run(source, output, *words, variable=None, status=0):
+  """(losses, standard error) of three steps of a small model with MaxText's own command, from this source."""
+  environment = {**os.environ, "PYTHONPATH": f"{source}{os.pathsep}{REPOSITORY}", "PYTHONDONTWRITEBYTECODE": "1", "XLA_FLAGS": ""}
+  environment |= {hook.VARIABLE: variable} if variable else {}
+  metrics = output / "metrics.jsonl"
+  metrics.unlink(missing_ok=True)
+  command = [sys.executable, "-m", "maxtext.trainers.pre_train.train", source / "maxtext/configs/base.yml"]
+  command += [f"base_output_directory={output}", f"metrics_file={metrics}", *WORDS, *words]
+  done = subprocess.run(command, env=environment, cwd=output, capture_output=True, text=True)
+  assert done.returncode == status, done.stderr[-3000:]
+  lines = metrics.read_text().splitlines() if metrics.is_file() else []
+  return [json.loads(line)["learning/loss"] for line in lines], done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("root", ["git"], indirect=True)
+def test_the_unchanged_command_in_a_patched_tree(root, tmp_path_factory):
+  """Off, it is MaxText to the bit; on, the plugin's layer runs, takes its words and refuses as its own command does."""
+  source, output, before = root / "src", tmp_path_factory.mktemp("output"), bytes_of(root)
+  plain, said = run(source, output)
+  assert "moe_te" not in said
+  assert cli.main(["patch", "apply", "maxtext", "--root", str(root)]) == 0
+  off, said = run(source, output)
+  assert off == plain and len(off) == 3 and "moe_te" not in said
+  on, said = run(source, output, "moe_te.experts=reference", variable="dropless")
+  assert on == pytest.approx(plain, rel=1e-5)
+  assert f"moe_te: overlay dropless, from {hook.VARIABLE}" in said and "experts reference" in said
+  assert ": maxtext.layers.moe.RoutedMoE.__call__ -> maxtext_moe_te.host.layer." in said
+  _, said = run(source, output, variable="dropples", status=2)
+  assert said.splitlines()[-1].startswith("maxtext-moe-te: error: no overlay is called dropples;") and "Traceback" not in said
+  assert cli.main(["patch", "revert", "maxtext", "--root", str(root)]) == 0
+  assert bytes_of(root) == before
+
+
+def test_an_error_of_the_run_is_not_hidden(root):
+  """MaxText's context manager, patched and not, around a body that fails."""
+  source = patches.find("maxtext", str(root))
+  code = (
+      "import ast, contextlib, sys, types\n"
+      "tree = ast.parse(open(sys.argv[1]).read())\n"
+      "tree.body = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == 'transformer_engine_context']\n"
+      "stub = types.ModuleType('transformer_engine.jax.sharding')\n"
+      "stub.MeshResource, stub.global_shard_guard = (lambda **k: None), contextlib.nullcontext\n"
+      "sys.modules |= {'transformer_engine': stub, 'transformer_engine.jax': stub, 'transformer_engine.jax.sharding': stub}\n"
+      "scope = {'contextmanager': contextlib.contextmanager}\n"
+      "exec(compile(tree, 'x', 'exec'), scope)\n"
+      "with scope['transformer_engine_context']():\n"
+      "  raise KeyError('of the run')\n"
+  )
+  said = lambda: subprocess.run([sys.executable, "-c", code, source / "maxtext/utils/max_utils.py"], capture_output=True, text=True).stderr
+  assert "RuntimeError: generator didn't stop after throw()" in said()
+  assert cli.main(["patch", "apply", "maxtext", "--root", str(root)]) == 0
+  assert said().splitlines()[-1] == "KeyError: 'of the run'"
