@@ -17,7 +17,7 @@ endif
 .PHONY: help demo test test-te test-gpu test-install dist check lock clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 19
 
 demo: $(READY) ## train a small DeepSeek-V3-style model on real text on this machine's CPU
 	@$(BIN)/maxtext-moe-te demo $(ARGS)

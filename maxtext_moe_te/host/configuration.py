@@ -6,6 +6,7 @@ does not judge models: the checks it is given do, on the resolved configuration.
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import logging
@@ -239,6 +240,7 @@ class _Run:
 def _injected(argv, config_class, kwargs, overlay, options):
   """The keyword arguments to add to the user's own."""
   _check_words(argv, kwargs)
+  overlay = _without_absent(overlay, config_class)
   run = _read(argv, kwargs, overlay)
   _check_keys(run, config_class, overlay)
   injected = {}
@@ -261,6 +263,13 @@ def _injected(argv, config_class, kwargs, overlay, options):
         run.model["logical_axis_rules"], injected["logical_axis_rules"]
       )
   return injected
+
+
+def _without_absent(overlay, config_class):
+  """The overlay without what switches off Transformer Engine's MoE path in a MaxText that has none (0.2.4)."""
+  absent = {key for key in _FROM_UPSTREAM_TE if key not in config_class.model_fields}
+  kept = {key: value for key, value in overlay.maxtext.items() if not (key in absent and value == _FROM_UPSTREAM_TE[key])}
+  return dataclasses.replace(overlay, maxtext=kept)
 
 
 def _read(argv, kwargs, overlay):

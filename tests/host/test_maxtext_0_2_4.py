@@ -1,11 +1,14 @@
 """MaxText 0.2.4: the same layer and the same losses as its own, and what it computes differently than 0.2.5 refused."""
 
+import contextlib
+
 import pytest
 
 from maxtext_moe_te import versions
-from maxtext_moe_te.errors import RefusedError
+from maxtext_moe_te.errors import CapacityError, OptionError, RefusedError
 from maxtext_moe_te.host import rules_from_config
 from maxtext_moe_te.settings.config import MoeTeOptions
+from maxtext_moe_te.settings.overlay import Overlay
 from tests import helpers, tolerances
 from tests.host.test_training import DEEPSEEK3, MIXTRAL, losses
 from tests.numerics import test_every_model as every
@@ -68,9 +71,14 @@ def test_losses_equal_plain_maxtext(tmp_path, case):
   assert metrics[-1]["moe_te/overflow"] == 0 and metrics[-1]["moe_te/receive_rows_max"] > 0
 
 
-def test_a_finite_capacity_is_checked(tmp_path):
-  from maxtext_moe_te.errors import CapacityError
+@pytest.mark.parametrize("value,said", [(False, None), (True, "unknown MaxText key 'te_moe_block'")])
+def test_an_overlay_may_switch_off_what_0_2_4_has_not(tmp_path, value, said):
+  overlay = Overlay(("test",), maxtext={"te_moe_block": value, "capacity_factor": -1.0})
+  with contextlib.nullcontext() if said is None else pytest.raises(OptionError, match=said):
+    assert len(helpers.train(tmp_path, [*MIXTRAL, *DATA8, "steps=1"], overlay=overlay, options=MoeTeOptions())) == 1
 
+
+def test_a_finite_capacity_is_checked(tmp_path):
   words = [*MIXTRAL, "ici_expert_parallelism=4", "ici_fsdp_parallelism=2"]
   with pytest.raises(CapacityError, match="the step's update was not applied"):
     helpers.train(tmp_path, words, options=MoeTeOptions(capacity_factor=1.0))
