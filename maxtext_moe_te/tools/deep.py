@@ -22,7 +22,7 @@ PROFILES = ("multistream-domain", "multistream-aggressive")
 UNSCANNED_LAYERS = 4
 HOST_BYTES_TOLERANCE = 0.01
 # What a compilation must not ask of a run: data, checkpoints, other processes. Last words win.
-_STANDING = (
+STANDING = (
   "run_name=deep", "enable_checkpointing=false", "dataset_type=synthetic", "skip_jax_distributed_system=true", "log_config=false",
   "enable_tensorboard=false", "enable_goodput_recording=false", "monitor_goodput=false",
 )  # fmt: skip
@@ -39,6 +39,7 @@ class Request:
     gpu: a part of XLA's description of a GPU, such as H200.
     topology: NVLink domains x processes per domain x GPUs per process.
     profiles: named sets of XLA flags to compare.
+    layers: of the reduced model of `tools.gradients`; 0 for its own choice.
   """
 
   words: tuple[str, ...]
@@ -47,6 +48,7 @@ class Request:
   gpu: str = "H200"
   topology: str = "1x8x1"
   profiles: tuple[str, ...] = PROFILES
+  layers: int = 0
 
 
 def compile_step(request: Request, *, timeout_s: int = 1800) -> dict:
@@ -112,7 +114,7 @@ def _compile(request, folder):
   options = MoeTeOptions.from_mapping(overlay.moe_te, request.overlay) if overlay else MoeTeOptions()
   options = options.replace_from(request.options, "the command line").replace_from({"xla_profile": ""}, "here")
   given = dict(word.split("=", 1) for word in request.words if "=" in word)
-  words = [*request.words, *_STANDING, f"base_output_directory={folder}"]
+  words = [*request.words, *STANDING, f"base_output_directory={folder}"]
   if not given.get("hardware", "").startswith("gpu"):
     words.append("hardware=gpu")
   if given.get("scan_layers", "true").lower() == "false":

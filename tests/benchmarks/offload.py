@@ -17,10 +17,10 @@ import tempfile
 import time
 
 import jax
-import numpy as np
 
 from maxtext_moe_te.host import step as steps
 from maxtext_moe_te.settings.config import MoeTeOptions
+from maxtext_moe_te.tools import gradients
 from tests.benchmarks import record
 
 WORDS = dict(
@@ -47,8 +47,6 @@ WORDS = dict(
   ici_fsdp_parallelism=1,
 )
 NAMES = ("query_proj", "value_proj")
-# Without Triton's products: without autotuning XLA has no configuration for them that it calls deterministic.
-DETERMINISTIC = {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
 MEMORY_TOLERANCE = 0.05
 
 
@@ -71,14 +69,14 @@ def run(variant: str, args, reference: list[dict] | None) -> tuple[dict, list[di
   with tempfile.TemporaryDirectory() as folder:
     step = steps.build(words_of(args, variant, folder), options=options, keep_gradients=True)
   start = time.perf_counter()
-  compiled = step.compile({"xla_gpu_autotune_level": args.autotune_level} | (DETERMINISTIC if args.deterministic else {}))
+  compiled = step.compile((gradients.DETERMINISTIC if args.deterministic else {}) | {"xla_gpu_autotune_level": args.autotune_level})
   figures = {"compile_s": round(time.perf_counter() - start, 1)} | memory_of(compiled)
   figures["expected_host_bytes"] = sum(step.named_bytes[name] for name in NAMES)
   if reference is None:
     reference = []
-    figures["losses"], _ = trained(variant, args, step, compiled, lambda i, gradients: reference.append(gradients) or [])
+    figures["losses"], _ = trained(variant, args, step, compiled, lambda i, found: reference.append(found) or [])
     figures["gradient_arrays"] = len(reference[0])
-  compare = lambda i, gradients: [f"step {i}: {name}" for name in differing(reference[i], gradients)]
+  compare = lambda i, found: [f"step {i}: {name}" for name in gradients.differing(reference[i], found)]
   losses, figures["gradients_that_differ"] = trained(variant, args, step, compiled, compare)
   figures.setdefault("losses", losses)
   figures["step_ms"] = timed(args, step, compiled)
@@ -123,17 +121,6 @@ def memory_of(compiled) -> dict:
   }
 
 
-def differing(ours: dict, theirs: dict) -> list[str]:
-  """Names of the arrays whose bits differ. One of zeros, or with a NaN, would prove nothing: it counts as differing."""
-  assert ours.keys() == theirs.keys() and ours
-  found = []
-  for name in ours:
-    same = ours[name].shape == theirs[name].shape and np.array_equal(ours[name].view(np.uint8), theirs[name].view(np.uint8))
-    if not same or not np.isfinite(ours[name]).all() or not ours[name].any():
-      found.append(name)
-  return found
-
-
 def verdict(results: dict) -> list[str]:
   """What is not as it must be."""
   offload, device = results["variants"]["offload"], results["variants"]["device"]
@@ -164,9 +151,9 @@ def main(argv=None) -> int:
   parser.add_argument("words", nargs="*", help="further key=value words for both variants")
   args = parser.parse_args(argv)
   # Offload first: the allocator's peak never falls.
-  results, gradients = {"names": NAMES, "words": words_of(args, "offload", "")[1:], "variants": {}}, None
+  results, reference = {"names": NAMES, "words": words_of(args, "offload", "")[1:], "variants": {}}, None
   for variant in ("offload", "device"):
-    results["variants"][variant], gradients = run(variant, args, gradients)
+    results["variants"][variant], reference = run(variant, args, reference)
     print(variant, json.dumps(results["variants"][variant]), flush=True)
   offload, device = results["variants"]["offload"], results["variants"]["device"]
   results["device_bytes_saved"] = device["device_temporary_bytes"] - offload["device_temporary_bytes"]

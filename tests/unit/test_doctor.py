@@ -626,3 +626,18 @@ def test_a_job_is_resolved_by_maxtext():
   assert "job: mixtral-8x7b on 1 x 4 GPUs" in out
   assert "num_experts=8 on an expert axis of 3" in out
   assert seconds < 90  # 9 s of one core
+
+
+def test_gradients_that_differ_are_named():
+  import numpy as np
+
+  from maxtext_moe_te.tools import gradients
+
+  same = {"w": np.float32([1, -0.0]), "b": np.float32([2])}
+  assert gradients.differing(same, {name: array.copy() for name, array in same.items()}) == []
+  assert gradients.differing(same, {**same, "w": np.float32([1, 0.0])}) == ["w"], "bits, not values"
+  assert gradients.differing({"w": np.zeros(2, np.float32)}, {"w": np.zeros(2, np.float32)}) == ["w"], "zeros prove nothing"
+  (finding,) = gradients.findings({"names": ["query_proj"], "differ": ["step 0: w"]}, "here")
+  assert str(finding) == (
+    "offload of query_proj changes gradients: step 0: w; needed: the same bits as without it. Fix: remove moe_te.offload. [here]"
+  )

@@ -65,6 +65,11 @@ def main(words: list[str]) -> int:
   if args.deep or args.verify_offload:
     report["deep"], found = _deep(resolved, job, args)
     findings += found
+    if args.verify_offload and machine.gpus:
+      from maxtext_moe_te.tools import gradients
+
+      report["gradients"], found = gradients.check(_request(resolved, job, args))
+      findings += found
   report["findings"] = [dataclasses.asdict(finding) for finding in findings]
   report["seconds"] = round(time.monotonic() - start, 1)
   print(json.dumps(report, indent=2) if args.json else text(report, findings))
@@ -201,22 +206,27 @@ def _deep(resolved, job, args):
     raise OptionError(
       found="--deep without a job", needed="what MaxText takes", fix="add the words of the run, for example overlay=qwen3-30b-a3b-te-h200"
     )
-  domains = max(job.gpus // job.domain, 1)
-  gpu = args.gpu or "H200"
-  request = deep.Request(
-    words=tuple(resolved["words"]),
-    overlay=resolved["overlay"],
-    options=resolved["options"],
-    gpu=gpu,
-    topology=args.topology or f"{domains}x{job.gpus // domains}x1",
-    profiles=() if args.verify_offload and not args.deep else deep.PROFILES,
-  )
+  request = _request(resolved, job, args)
   try:
     result = deep.compile_step(request)
   except (MoeTeError, RuntimeError) as error:
     fields = (error.found, error.needed, error.fix) if isinstance(error, MoeTeError) else (str(error), "a step that compiles", "see above")
-    return None, [Finding(severity=ERROR, found=fields[0], needed=fields[1], fix=fields[2], source=f"compiled for {gpu}")]
+    return None, [Finding(severity=ERROR, found=fields[0], needed=fields[1], fix=fields[2], source=f"compiled for {request.gpu}")]
   return result, deep.findings(result)
+
+
+def _request(resolved, job, args):
+  from maxtext_moe_te.tools import deep
+
+  domains = max(job.gpus // job.domain, 1)
+  return deep.Request(
+    words=tuple(resolved["words"]),
+    overlay=resolved["overlay"],
+    options=resolved["options"],
+    gpu=args.gpu or "H200",
+    topology=args.topology or f"{domains}x{job.gpus // domains}x1",
+    profiles=() if args.verify_offload and not args.deep else deep.PROFILES,
+  )
 
 
 def text(report: dict, findings: list[Finding]) -> str:
@@ -240,6 +250,9 @@ def text(report: dict, findings: list[Finding]) -> str:
     from maxtext_moe_te.tools import deep
 
     lines.append(deep.text(report["deep"]))
+  if report.get("gradients"):
+    checked = report["gradients"]
+    lines.append(f"gradients of the reduced model: {checked['arrays']} arrays, {len(checked['differ'])} differ with offload")
   lines += [f"{finding.severity}: {finding}" for finding in findings]
   counts = {severity: sum(finding.severity == severity for finding in findings) for severity in ("error", "warning", "note")}
   lines.append(

@@ -1,0 +1,111 @@
+"""The gradients of a run's model, made small, with offload and without it: bit for bit the same, or offload is wrong here.
+
+`check` starts a process of its own on this machine's devices. Heads and experts stay the model's; width, depth, vocabulary and sequence
+are cut, and all devices are put on the axis fsdp. On a CPU the two programs are the same, so only a GPU's answer proves something.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+from maxtext_moe_te.tools import deep
+from maxtext_moe_te.tools.doctor.checks import ERROR, Finding
+
+STEPS = 2
+REDUCED = dict(
+  override_model_config="true", base_emb_dim=512, base_mlp_dim=512, base_moe_mlp_dim=256, vocab_size=1024, max_target_length=512,
+  per_device_batch_size=1, use_iota_embed="true",  # a lookup's gradient adds up in no fixed order
+)  # fmt: skip
+# Without Triton's products: without autotuning XLA has no configuration for them that it calls deterministic.
+DETERMINISTIC = {"xla_gpu_autotune_level": 0, "xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
+
+
+def check(request: deep.Request, *, timeout_s: int = 600) -> tuple[dict | None, list[Finding]]:
+  """(result, findings) on this machine's devices; the result is None where the process failed."""
+  import dataclasses
+
+  environment = dict(os.environ, XLA_FLAGS="", DECOUPLE_GCLOUD="TRUE")
+  command = [sys.executable, "-m", "maxtext_moe_te.tools.gradients"]
+  source = "the reduced model on this machine"
+  try:
+    done = subprocess.run(
+      command, input=json.dumps(dataclasses.asdict(request)), env=environment, capture_output=True, text=True, timeout=timeout_s
+    )
+    output, failure = done.stdout, f"ended with status {done.returncode}: {' | '.join(done.stderr.splitlines()[-3:])[-400:]}"
+  except subprocess.TimeoutExpired:
+    output, failure = "", f"had not ended after {timeout_s} s"
+  if "RESULT" not in output:
+    found = f"the gradient check of offload {failure}"
+    return None, [Finding(severity=ERROR, found=found, needed="a check that ends", fix="remove moe_te.offload", source=source)]
+  result = json.loads(output.split("RESULT", 1)[1])
+  return result, findings(result, source)
+
+
+def findings(result: dict, source: str) -> list[Finding]:
+  """What is wrong with a result of `main`."""
+  if not result["differ"]:
+    return []
+  return [
+    Finding(
+      severity=ERROR,
+      found=f"offload of {', '.join(result['names'])} changes gradients: {', '.join(result['differ'][:3])}",
+      needed="the same bits as without it",
+      fix="remove moe_te.offload",
+      source=source,
+    )
+  ]
+
+
+def differing(ours: dict, theirs: dict) -> list[str]:
+  """Names of the arrays whose bits differ. One of zeros, or with a NaN, would prove nothing: it counts as differing."""
+  import numpy as np
+
+  assert ours.keys() == theirs.keys() and ours
+  found = []
+  for name in ours:
+    same = ours[name].shape == theirs[name].shape and np.array_equal(ours[name].view(np.uint8), theirs[name].view(np.uint8))
+    if not same or not np.isfinite(ours[name]).all() or not ours[name].any():
+      found.append(name)
+  return found
+
+
+def main() -> dict:
+  """The checking process: a request from standard input, {names, arrays, differ, host_bytes, platform} after the word RESULT."""
+  request = deep.Request(**json.load(sys.stdin))
+  import jax
+
+  from maxtext_moe_te.host import step as steps
+  from maxtext_moe_te.settings import overlay as overlays
+  from maxtext_moe_te.settings.config import MoeTeOptions
+
+  overlay = overlays.load(request.overlay) if request.overlay else None
+  options = MoeTeOptions.from_mapping(overlay.moe_te, request.overlay) if overlay else MoeTeOptions()
+  options = options.replace_from(request.options, "the command line").replace_from({"xla_profile": "", "transport": "auto"}, "here")
+  names = tuple(options.offload or deep.OFFLOAD)
+  gpu = jax.default_backend() == "gpu"
+  with tempfile.TemporaryDirectory() as folder:
+    words = [*request.words, *deep.STANDING, f"base_output_directory={folder}", *(f"{key}={value}" for key, value in REDUCED.items())]
+    words += [f"{kind}_{axis}_parallelism=1" for kind in ("ici", "dcn") for axis in ("data", "tensor", "expert", "context")]
+    words += ["ici_fsdp_parallelism=-1", "dcn_fsdp_parallelism=1", f"base_num_decoder_layers={request.layers or 6}"]
+    words += [] if gpu else ["hardware=cpu", "attention=dot_product"]
+    results = []
+    for offload in (names, ()):
+      more = [] if offload else ["remat_policy=custom", *(f"{name}=device" for name in names)]
+      of_variant = options.replace_from({"offload": list(offload)}, "here")
+      step = steps.build([*words, *more], overlay=overlay, options=of_variant, keep_gradients=True)
+      compiled = step.compile(DETERMINISTIC if gpu else {})
+      state, gradients = step.initialize(), []
+      for i in range(STEPS):
+        with step.context():
+          state, _ = compiled(state, step.random_batch(i))
+        gradients.append(steps.gradients(state))
+      results.append((gradients, compiled.memory_analysis().host_temp_size_in_bytes))
+  (ours, host_bytes), (theirs, _) = results
+  differ = [f"step {i}: {name}" for i in range(STEPS) for name in differing(ours[i], theirs[i])]
+  return {"names": names, "arrays": len(ours[0]), "differ": differ, "host_bytes": host_bytes, "platform": jax.default_backend()}
+
+
+if __name__ == "__main__":
+  print("RESULT", json.dumps(main()), flush=True)
