@@ -82,8 +82,8 @@ def test_a_healthy_machine_and_job_have_no_findings():
 E, W, N = checks.ERROR, checks.WARNING, checks.NOTE
 CASES = {
   # packages
-  "maxtext missing": (machine({"maxtext": None}), JOB, E, "MaxText is not installed; needed: maxtext==0.2.5. Fix: pip install"),
-  "maxtext version": (machine({"maxtext": "0.2.3"}), JOB, E, "maxtext 0.2.3 is installed; needed: maxtext==0.2.5"),
+  "maxtext missing": (machine({"maxtext": None}), JOB, E, "MaxText is not installed; needed: maxtext>=0.2.4,<0.2.6. Fix: pip install"),
+  "maxtext version": (machine({"maxtext": "0.2.3"}), JOB, E, "maxtext 0.2.3 is installed; needed: maxtext>=0.2.4,<0.2.6"),
   "jax missing": (machine({"jax": None}), JOB, E, "jax is not installed; needed: jax>=0.11.1"),
   "jax gives wrong gradients": (
     machine({"jax": "0.11.0", "jaxlib": "0.11.0", "jax-cuda13-plugin": "0.11.0", "jax-cuda13-pjrt": "0.11.0"}),
