@@ -62,7 +62,7 @@ def main(words: list[str]) -> int:
 
     report["probes"], found = probes.run(machine, job)
     findings += found
-  if args.deep or args.verify_offload:
+  if (args.deep or args.verify_offload) and not job.refused:
     report["deep"], found = _deep(resolved, job, args)
     findings += found
     if args.verify_offload and machine.gpus:
