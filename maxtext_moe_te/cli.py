@@ -12,9 +12,8 @@ import runpy
 import sys
 import traceback
 
-from maxtext_moe_te import __version__
+from maxtext_moe_te import __version__, hook
 from maxtext_moe_te.errors import MoeTeError, OptionError, RefusedError, nearest
-from maxtext_moe_te.settings.words import split_words
 
 TRAIN = "maxtext.trainers.pre_train.train"
 # Entries of MaxText 0.2.5 whose configuration goes through `pyconfig`, for close matches.
@@ -41,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     int: the exit status: 0, 2 for an error explained in one line, 130 when interrupted.
   """
   argv = sys.argv[1:] if argv is None else list(argv)
+  hook.withdraw()  # what the variable asks for, each command reads by itself
   # argparse sees only our own words: it would take `--help` and friends out of MaxText's.
   own = len(argv) if not argv or argv[0].startswith("-") else 2 if argv[0] == "run" else 1
   if argv in (["train", "-h"], ["train", "--help"]):
@@ -158,27 +158,19 @@ def settle(words: list[str]) -> tuple:
   Raises:
     MoeTeError: anything that can be explained in one line.
   """
-  from maxtext_moe_te import hook
   from maxtext_moe_te.settings import overlay as overlays
+  from maxtext_moe_te.settings import words as our_words
   from maxtext_moe_te.settings import xla_flags
-  from maxtext_moe_te.settings.config import MoeTeOptions
 
-  rest, overlay_spec, option_words = split_words(words)
-  from_variable = overlay_spec is None and bool(os.environ.get(hook.VARIABLE))
-  if from_variable:
-    overlay_spec = os.environ[hook.VARIABLE]
-  overlay = overlays.load(overlay_spec) if overlay_spec is not None else None
-  options = MoeTeOptions.from_mapping(overlay.moe_te, overlay_spec) if overlay else MoeTeOptions()
-  options = options.replace_from(option_words, "the command line")
-
+  asked = our_words.read(words, os.environ.get(hook.VARIABLE))
   log = _configure_logging()
-  if from_variable:
-    log.info("overlay %s, from %s", overlay_spec, hook.VARIABLE)
-  for line in overlays.apply_environment(overlay or overlays.Overlay(()), os.environ, options.xla_profile):
+  if asked.spec is not None and not any(word.startswith("overlay=") for word in words):
+    log.info("overlay %s, from %s", asked.spec, hook.VARIABLE)
+  for line in overlays.apply_environment(asked.overlay, os.environ, asked.options.xla_profile):
     log.info(line)
-  for line in xla_flags.enforce(os.environ, strict=options.enabled):
+  for line in xla_flags.enforce(os.environ, strict=asked.options.enabled):
     log.info(line)
-  return rest, overlay, options
+  return asked.words, asked.overlay if asked.spec is not None else None, asked.options
 
 
 def _parser():

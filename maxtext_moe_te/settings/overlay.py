@@ -57,7 +57,7 @@ def load(spec: str) -> Overlay:
   """
   names = tuple(name.strip() for name in spec.split(",") if name.strip())
   if not names:
-    raise OverlayError(found="overlay= is empty", needed="a name or a path", fix="write overlay=NAME or remove the word")
+    raise OverlayError(found=f"{spec!r} names no overlay", needed="a name or a path", fix="write overlay=NAME, or name none")
   overlay = Overlay(names)
   for path in map(_find, names):
     for section, values in _read(path).items():

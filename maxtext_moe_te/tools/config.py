@@ -16,8 +16,7 @@ from maxtext_moe_te import hook, versions
 from maxtext_moe_te.errors import OverlayError
 from maxtext_moe_te.settings import importer, xla_flags
 from maxtext_moe_te.settings import overlay as overlays
-from maxtext_moe_te.settings.config import MoeTeOptions
-from maxtext_moe_te.settings.words import split_words
+from maxtext_moe_te.settings import words as our_words
 
 _WORDS = "what MaxText takes, with overlay=NAME|PATH[,…] and moe_te.OPTION=VALUE among it"
 _EVERY_RUN = ("base.yml", "MaxText's default", "MaxText derives it", "default")  # shown with --all
@@ -107,7 +106,7 @@ def _show(words):
   parser.add_argument("--all", action="store_true", help="also what MaxText's base.yml and defaults give every run")
   parser.add_argument("words", nargs="*", metavar="WORD", help=_WORDS)
   args = parser.parse_intermixed_args(words)
-  found = resolve(args.words)
+  found = resolve(args.words, os.environ.get(hook.VARIABLE))
   if not args.all:
     for section in _SECTIONS:
       found[section] = {key: value for key, value in found[section].items() if value["source"] not in _EVERY_RUN}
@@ -129,7 +128,7 @@ def _diff(words):
     parser.add_argument(name, metavar=name.upper(), help="NAME|PATH[,…] as after overlay=, or - for none")
   parser.add_argument("words", nargs="*", metavar="WORD", help=_WORDS)
   args = parser.parse_intermixed_args(words)
-  a, b = (resolve([*args.words, *([f"overlay={spec}"] if spec != "-" else [])]) for spec in (args.a, args.b))
+  a, b = (resolve([*args.words, *([f"overlay={spec}"] if spec != "-" else [])], None) for spec in (args.a, args.b))
   differences = {}
   for section in _SECTIONS:
     for key in sorted(a[section].keys() | b[section].keys()):
@@ -145,8 +144,8 @@ def _diff(words):
   return 0
 
 
-def resolve(words: list[str]) -> dict:
-  """What a run with these words would be configured with.
+def resolve(words: list[str], variable: str | None) -> dict:
+  """What a run with these words, and this text of the variable that names an overlay, would be configured with.
 
   Returns:
     dict: for each of maxtext, moe_te, env and xla_flags a map from name to {"value", "source"}, with "asked" where MaxText made
@@ -155,14 +154,13 @@ def resolve(words: list[str]) -> dict:
   Raises:
     MoeTeError: the run would be refused before its model is looked at.
   """
-  rest, spec, option_words = split_words(words)
-  spec = spec if spec is not None else os.environ.get(hook.VARIABLE) or None
-  overlay = overlays.load(spec) if spec is not None else overlays.Overlay(())
-  options = MoeTeOptions.from_mapping(overlay.moe_te, spec).replace_from(option_words, "the command line")
-  environ = dict(os.environ)
+  asked = our_words.read(words, variable)
+  overlay, options = asked.overlay, asked.options
+  theirs = dict(os.environ)
+  environ = dict(theirs)
   overlays.apply_environment(overlay, environ, options.xla_profile)
-  with contextlib.redirect_stdout(sys.stderr):  # MaxText prints
-    values = _maxtext().explain(["", *rest], overlay, options)
+  with contextlib.redirect_stdout(sys.stderr), _same_environment():  # MaxText prints, and sets XLA_FLAGS
+    values = _maxtext().explain(["", *asked.words], overlay, options)
   source = {where: _overlay_name(path) for where, path in overlay.sources.items()}
   paths = {f"overlay {path}": _overlay_name(path) for path in overlay.sources.values()}
   found = {"maxtext": {}, "moe_te": {}, "env": {}, "xla_flags": {}}
@@ -170,19 +168,31 @@ def resolve(words: list[str]) -> dict:
     shown = {"value": value.value, "source": paths.get(value.source, value.source)}
     found["maxtext"][key] = shown if value.asked is None else {**shown, "asked": value.asked}
   for name, value in options.as_dict().items():
-    where = "the command line" if name in option_words else source.get(f"moe_te.{name}", "default")
+    where = "the command line" if name in asked.given else source.get(f"moe_te.{name}", "default")
     found["moe_te"][name] = {"value": list(value) if isinstance(value, tuple) else value, "source": where}
   for name, value in overlay.env.items():
     found["env"][name] = {
       "value": environ.get(name),
-      "source": source[f"env.{name}"] if environ.get(name) == value and name not in os.environ else "the environment",
+      "source": source[f"env.{name}"] if environ.get(name) == value and name not in theirs else "the environment",
     }
-  theirs = dict(xla_flags.parse(os.environ.get("XLA_FLAGS", "")))
+  their_flags = dict(xla_flags.parse(theirs.get("XLA_FLAGS", "")))
   for name, value in xla_flags.parse(environ.get("XLA_FLAGS", "")):
-    where = "XLA_FLAGS" if name in theirs else source.get(f"xla_flags.{name}", f"profile {','.join(options.xla_profile)}")
+    where = "XLA_FLAGS" if name in their_flags else source.get(f"xla_flags.{name}", f"profile {','.join(options.xla_profile)}")
     found["xla_flags"][name] = {"value": "true" if value is None else value, "source": where}
   found["findings"] = [str(finding) for finding in xla_flags.check(environ.get("XLA_FLAGS", ""), xla_flags.installed_names(), environ)]
   return found
+
+
+@contextlib.contextmanager
+def _same_environment():
+  """The environment afterwards as it was before."""
+  before = dict(os.environ)
+  try:
+    yield
+  finally:
+    for name in os.environ.keys() - before.keys():
+      del os.environ[name]
+    os.environ.update(before)
 
 
 def _maxtext():

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 
+from maxtext_moe_te import hook
 from maxtext_moe_te.errors import OptionError, RefusedError, nearest
 
 STUB = r"""
@@ -50,6 +51,7 @@ def environment(folder: pathlib.Path) -> dict[str, str]:
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": "",
     "DECOUPLE_GCLOUD": "TRUE",
+    hook.VARIABLE: "",  # who asks names the overlay
   }
 
 

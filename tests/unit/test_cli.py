@@ -9,7 +9,8 @@ import pytest
 
 import maxtext_moe_te
 from maxtext_moe_te import cli, versions
-from maxtext_moe_te.errors import OptionError, RefusedError
+from maxtext_moe_te.errors import OptionError, OverlayError, RefusedError
+from maxtext_moe_te.settings import words as our_words
 
 HEAVY = ("jax", "maxtext", "transformer_engine", "numpy")
 HELP = """
@@ -55,17 +56,29 @@ def test_help_is_fast():
 def test_words_are_taken_out_wherever_they_stand():
   ours = ["moe_te.router=auto", "overlay=a,b", "moe_te.metrics=False", "overlay=c", "moe_te.router=jax"]
   words = [ours[0], "base.yml", ours[1], "steps=3", *ours[2:], "--flag"]
-  rest, spec, options = cli.split_words(words)
+  rest, spec, options = our_words.split_words(words)
   assert rest == ["base.yml", "steps=3", "--flag"]
   assert spec == "a,b,c"
   assert options == {"router": "jax", "metrics": False}
-  assert cli.split_words(["base.yml"]) == (["base.yml"], None, {})
+  assert our_words.split_words(["base.yml"]) == (["base.yml"], None, {})
 
 
 @pytest.mark.parametrize("word", ["moe_te.router", "moe_te", "moe_te=1"])
 def test_a_word_of_ours_without_option_and_value(word):
   with pytest.raises(OptionError, match=r"needed: moe_te\.OPTION=VALUE\. Fix: write for example moe_te\.router=jax\."):
-    cli.split_words([word])
+    our_words.split_words([word])
+
+
+def test_the_overlay_of_the_variable_counts_only_where_no_word_names_one():
+  assert our_words.read(["steps=3"], "dropless").spec == "dropless"
+  assert our_words.read(["overlay=te-moe-bf16"], "dropless").spec == "te-moe-bf16"
+  assert our_words.read(["steps=3"], "").spec is None
+  with pytest.raises(OverlayError, match=r"^no overlay is called nope, from MAXTEXT_MOE_TE_OVERLAY; needed: "):
+    our_words.read([], "nope")
+  with pytest.raises(OverlayError, match=r"^' ' names no overlay, from MAXTEXT_MOE_TE_OVERLAY; needed: a name or a path"):
+    our_words.read([], " ")
+  with pytest.raises(OverlayError, match=r"^'' names no overlay; needed: a name or a path\. Fix: write overlay=NAME, or name none"):
+    our_words.read(["overlay="], "dropless")
 
 
 @pytest.fixture

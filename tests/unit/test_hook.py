@@ -94,6 +94,13 @@ def test_an_own_activation_wins(host):
   assert python(host, "-m", "other.program")[0][-1] == "config of None"
 
 
+def test_our_own_commands_are_left_alone(host):
+  """Each reads the variable by itself: an overlay on the command line wins, and `disable` works whatever the variable says."""
+  (host / "sitecustomize.py").write_text(hook.PTH_LINE)
+  out, err = python(host, "-m", "maxtext_moe_te", "patch", "check", "maxtext", variable="nope", status=2)
+  assert out == [f"maxtext (unknown version) in {host}: damaged"] and "nope" not in err  # the stand-in is no MaxText
+
+
 def test_a_script_of_maxtext_is_refused(host):
   script = host / "maxtext/trainers/pre_train/train.py"
   out, err = python(host, script, "base.yml", status=2)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from maxtext_moe_te import cli
 from maxtext_moe_te.settings import overlay
+from maxtext_moe_te.settings.words import split_words
 from maxtext_moe_te.tools import launch
 
 ROOT = Path(__file__).parents[2]
@@ -122,7 +122,7 @@ def test_slurm_starts_one_launcher_per_node(slurm, tmp_path):
     assert (arguments.nproc, arguments.nnodes, arguments.node_rank) == (4, 2, node)
     assert (arguments.coordinator, str(arguments.logs)) == ("host0:22345", logs)
     assert arguments.command == "train"
-    rest, spec, _ = cli.split_words(arguments.words)
+    rest, spec, _ = split_words(arguments.words)
     assert rest == ["my run.yml", "run_name=run", f"base_output_directory={tmp_path}/out put", "enable_autocheckpoint=true"]
     assert spec == "te-moe-bf16"
 
@@ -208,7 +208,7 @@ def test_jobset_starts_one_launcher_per_node(jobset):
   assert arguments.coordinator == f"{jobset['metadata']['name']}-{nodes['name']}-0-0.{jobset['metadata']['name']}:3400"
   assert container["ports"] == [{"containerPort": 3400}]
   assert arguments.grace < pod["terminationGracePeriodSeconds"]
-  _, spec, _ = cli.split_words(arguments.words)
+  _, spec, _ = split_words(arguments.words)
   overlay.load(spec)
   mounts, volumes = ({entry["name"] for entry in entries} for entries in (container["volumeMounts"], pod["volumes"]))
   assert mounts == volumes

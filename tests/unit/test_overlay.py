@@ -93,7 +93,7 @@ def test_malformed(write, content, text):
 
 def test_missing_path_empty_spec_and_wrong_option(write):
   assert fails("./nope.yml").startswith("overlay ./nope.yml does not exist")
-  assert fails("").startswith("overlay= is empty")
+  assert fails("").startswith("'' names no overlay; ")
   assert "unknown option moe_te.ruoter" in fails(write("x.yml", "moe_te: {ruoter: te}\n"), OptionError)
 
 

@@ -14,12 +14,12 @@ import sys
 import time
 from pathlib import Path
 
-from maxtext_moe_te import __version__
+from maxtext_moe_te import __version__, hook
 from maxtext_moe_te.errors import MoeTeError, OptionError
 from maxtext_moe_te.settings import overlay as overlays
+from maxtext_moe_te.settings import words as our_words
 from maxtext_moe_te.settings import xla_flags
 from maxtext_moe_te.settings.config import MoeTeOptions
-from maxtext_moe_te.settings.words import split_words
 from maxtext_moe_te.tools.doctor import checks, facts
 from maxtext_moe_te.tools.doctor.checks import ERROR, Finding
 
@@ -109,13 +109,11 @@ def _environment_int(*names):
 
 def read_job(words: list[str], machine: facts.Machine, args) -> tuple[facts.Job, dict]:
   """The job that the words describe, and what they are made of: words, overlay, options."""
-  rest, spec, given = split_words(words)
-  overlay = overlays.load(spec) if spec else None
-  options = MoeTeOptions.from_mapping(overlay.moe_te, spec) if overlay else MoeTeOptions()
-  options = options.replace_from(given, "the command line")
+  asked = our_words.read(words, os.environ.get(hook.VARIABLE))
+  rest, spec, options = asked.words, asked.spec, asked.options
   environment = dict(os.environ) if not args.machine else dict(machine.variables)
-  if overlay or options.xla_profile:
-    overlays.apply_environment(overlay or overlays.Overlay(()), environment, options.xla_profile)
+  if spec or options.xla_profile:
+    overlays.apply_environment(asked.overlay, environment, options.xla_profile)
   gpus_per_node = args.gpus_per_node or len(machine.gpus) or 1
   job = facts.Job(
     nodes=args.nodes,
@@ -126,7 +124,7 @@ def read_job(words: list[str], machine: facts.Machine, args) -> tuple[facts.Job,
     xla_flags=environment.get("XLA_FLAGS", ""),
     variables={name: value for name, value in environment.items() if name.startswith(facts.VARIABLES)},
   )
-  resolved = {"words": rest, "overlay": spec or "", "options": given}
+  resolved = {"words": rest, "overlay": spec or "", "options": asked.given}
   if not rest and not spec:
     return job, resolved
   if not rest or not rest[0].endswith(".yml"):
@@ -146,7 +144,7 @@ def _base_yml():
 def resolve(words: list[str], overlay: str, options: MoeTeOptions, job: facts.Job) -> dict:
   """What MaxText makes of the words, in a process of its own: {"config", "refused"}."""
   request = {"words": words, "overlay": overlay, "options": options.as_dict(), "domains": 1, "per_domain": job.gpus}
-  environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "DECOUPLE_GCLOUD": "TRUE"}
+  environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "DECOUPLE_GCLOUD": "TRUE", hook.VARIABLE: ""}
   command = [sys.executable, "-m", "maxtext_moe_te.tools.doctor.resolve"]
   given = dict(word.split("=", 1) for word in words if "=" in word)
   if any(name.startswith("dcn_") and value not in ("1", "-1") for name, value in given.items()):
