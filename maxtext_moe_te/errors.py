@@ -68,6 +68,7 @@ class CapacityError(MoeTeError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-  """The known name closest to a misspelt one, or None if nothing is close."""
-  matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-  return matches[0] if matches else None
+  """The known name closest to a misspelt one, whatever its case, or None if nothing is close."""
+  by_lower = {other.lower(): other for other in known}
+  matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+  return by_lower[matches[0]] if matches else None

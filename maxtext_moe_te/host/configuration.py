@@ -279,17 +279,19 @@ def _read(argv, kwargs, overlay):
     raise OptionError(
       found=f"the run's YAML {kwargs.get('base_config') or argv[1]} does not exist",
       needed="the path of a YAML file, as the first word",
-      fix="correct the path",
+      fix="correct the path, or leave the word out: MaxText then takes its own",
     )
   try:
     base = _plain(pyconfig._load_config(path))
     words = _plain(omegaconf.OmegaConf.from_cli(list(words)))
     name = {**base, **overlay.maxtext, **words, **kwargs}.get("model_name", "default")
     model, model_path = {}, ""
+    if name is None:
+      raise OptionError(found="model_name is empty", needed="a model of MaxText", fix="name one, or remove the word")
     if name != "default":
       model_path = _model_path(path, str(name).replace("-Instruct", ""))
       model = _plain(omegaconf.OmegaConf.load(model_path)) if os.path.isfile(model_path) else {}
-  except (OSError, yaml.YAMLError, omegaconf.errors.OmegaConfBaseException) as error:
+  except (OSError, UnicodeDecodeError, yaml.YAMLError, omegaconf.errors.OmegaConfBaseException) as error:
     raise OptionError(
       found=f"MaxText's configuration cannot be read: {error}",
       needed="YAML files that exist, and key=value words",
@@ -307,7 +309,9 @@ def _read(argv, kwargs, overlay):
         needed=f"one value for {key}, which {_source(overlay, key)} sets too",
         fix=f"unset {variable} and write {key}={os.environ[variable]} on the command line",
       )
-    run.variables[key] = _parsed(os.environ[variable], overridable[key])
+    if key in run.words or key in run.kwargs:
+      raise OptionError(found=f"{key} is set by {run.by_user(key)} and by {variable}", needed="one of the two", fix=f"unset {variable}")
+    run.variables[key] = _parsed(variable, overridable[key])
   return run
 
 
@@ -482,11 +486,21 @@ def _differ(left, right):
   return pyconfig._tuples_to_lists(left) != pyconfig._tuples_to_lists(right)
 
 
-def _parsed(text, original):
+def _parsed(variable, original):
+  """The value of a variable, read as MaxText reads it: as the type of what it replaces."""
+  text = os.environ[variable]
+  if not isinstance(original, bool | str | int | float):
+    raise OptionError(
+      found=f"the environment variable {variable}, in place of {original}",
+      needed="a variable only for text, a number, true or false",
+      fix=f"unset {variable} and write the value on the command line",
+    )
   try:
     return pyconfig.str2bool(text) if isinstance(original, bool) else type(original)(text)
-  except (TypeError, ValueError):
-    return text  # MaxText will say what is wrong with it
+  except (ValueError, KeyError) as error:
+    raise OptionError(
+      found=f"the environment variable {variable}={text}", needed=f"a value like {original}", fix=f"correct or unset {variable}"
+    ) from error
 
 
 def _true(value):

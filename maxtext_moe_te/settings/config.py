@@ -105,7 +105,8 @@ def _check(mapping, source):
       _check_capacity_factor(value, source)
     elif key == "xla_profile":
       chosen = names(value)
-      xla_flags.profile(chosen if isinstance(chosen, tuple) else (str(value),), f"moe_te.xla_profile={value} in {source}")
+      profiles = map(str, chosen if isinstance(chosen, tuple) else (value,))
+      xla_flags.profile(profiles, f"moe_te.xla_profile={value} in {source}")
     elif key == "offload":
       _check_offload(value, source)
     elif key not in CHOICES and not isinstance(value, bool):

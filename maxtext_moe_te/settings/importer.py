@@ -14,7 +14,7 @@ import yaml
 
 from maxtext_moe_te.errors import OverlayError, nearest
 from maxtext_moe_te.settings import xla_flags
-from maxtext_moe_te.settings.overlay import loader
+from maxtext_moe_te.settings.overlay import parse_yaml
 
 _LAUNCHER = "the launcher's own: the job decides it"
 _FORK = "a key of NVIDIA's fork of MaxText, whose part the plugin plays"
@@ -56,7 +56,7 @@ _RENAMED = {
 # Tensors of the routed experts. Under te_moe_block nothing has these names but the dense and shared layers' mlpwi_0 and mlpwo.
 _EXPERT_TENSORS = ("mlpwi_0", "mlpwo", "moe_x_sorted", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo")
 _SECTIONS = {"xla_flags": "xla_flags", "env": "env", "env_vars": "env", "environment": "env"}
-_ENVIRONMENT = re.compile(r"(XLA|JAX|NCCL|NVTE|CUDA|CUDNN|TF|UCX|NVSHMEM|PYTHON)_\w+")  # of a job script's exports, those for the run
+_ENVIRONMENT = re.compile(r"(XLA|JAX|NCCL|NVTE|CUDA|CUDNN|TF|UCX|NVSHMEM|PYTHON|M)_\w+")  # of a job script's exports, those for the run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,12 +126,16 @@ def _place(result, kind, key, value, known):
     result.changes.append(_drop(key, _LAUNCHER if value is None else value))
   elif isinstance(value, str) and "$" in value:
     result.changes.append(_drop(key, f"{value} is known only to the shell; set it yourself"))
-  elif kind == "xla_flags":
+  elif kind in ("xla_flags", "env"):
+    value = "" if value is None else value
+    if not isinstance(value, str | int | float):
+      raise OverlayError(found=f"{key}: {value}", needed="text, a number, true or false", fix=f"correct {key} in the file")
+    if kind == "env":
+      _put(result, "env", key, key, xla_flags.as_text(value), "an environment variable, not a MaxText key")
+      return
     bare = value.strip("'\"") if isinstance(value, str) else value
     reason = "without the quotes inside the value, which would end the process" if bare != value else "set in XLA_FLAGS before JAX starts"
-    _put(result, "xla_flags", key, key, "" if bare is None else bare, reason)
-  elif kind == "env":
-    _put(result, "env", key, key, xla_flags.as_text(value), "an environment variable, not a MaxText key")
+    _put(result, "xla_flags", key, key.removeprefix("--"), bare, reason)
   elif key in ("custom_remat_config", "custom_remat_enabled"):
     _place_remat(result, key, value, known)
   elif rule := _RULES.get(key):
@@ -177,7 +181,7 @@ def _te_moe_block(result, key, value):
 
 
 def _te_gmm_quantization(result, key, value):
-  recipe = {"te_mxfp8": "mxfp8", "te_no_quant": "bf16", "": "bf16"}.get(value)
+  recipe = {"te_mxfp8": "mxfp8", "te_no_quant": "bf16", "": "bf16"}.get(str(value))
   if recipe:
     _put(result, "moe_te", key, "recipe", recipe, "precision of the expert products" + (", on Blackwell only" if recipe == "mxfp8" else ""))
   else:
@@ -235,7 +239,7 @@ def _place_remat(result, key, value, known):
     return
   if not isinstance(value, dict):
     raise OverlayError(found=f"{key}: {value}", needed="a map from tensors to remat, device or offload", fix=f"correct {key} in the file")
-  for name, place in value.items():
+  for name, place in ((str(name), place) for name, place in value.items()):
     if name in known:
       _put(result, "maxtext", f"custom_remat_config.{name}", name, place, "MaxText has these keys at the top level")
     else:
@@ -275,24 +279,32 @@ def _items(name, text):
 def _launcher_yaml(name, text):
   if "\n```" in text:  # a documentation page: its blocks
     text = "\n".join(re.findall(r"^```[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-  try:
-    content = yaml.load(text, loader(name))
-  except yaml.YAMLError as error:
-    raise OverlayError(
-      found=f"{name} is not YAML: {' '.join(str(error).split())}", needed="YAML, or a job script that ends in .sh", fix="correct the file"
-    ) from error
+  content = parse_yaml(text, name, "YAML, or a job script that ends in .sh")
   if not isinstance(content, dict):
     return
   for key, value in content.items():
     key = str(key)
-    if key in _SECTIONS and isinstance(value, dict):
-      yield from ((_SECTIONS[key], str(inner), deep) for inner, deep in value.items())
-    elif key in ("xla_flags", "XLA_FLAGS"):
-      yield from _flags(value if isinstance(value, str) else " ".join(map(str, value or ())))
+    if key.lower() in _SECTIONS and isinstance(value, dict):
+      for inner, deep in value.items():
+        yield from _variable(str(inner), deep) if _SECTIONS[key.lower()] == "env" else [("xla_flags", str(inner), deep)]
+    elif key.lower() == "xla_flags":
+      yield from _variable("XLA_FLAGS", value)
     elif key.startswith("xla_"):
       yield "xla_flags", key, value
+    elif re.fullmatch(r"[A-Z][A-Z0-9_]+", key):
+      yield from _variable(key, value)
     else:
-      yield "env" if re.fullmatch(r"[A-Z][A-Z0-9_]+", key) else "maxtext", key, value
+      yield "maxtext", key, value
+
+
+def _variable(name, value):
+  """What an environment variable sets."""
+  if name == "XLA_FLAGS":
+    yield from _flags(" ".join(map(str, value)) if isinstance(value, list) else str(value or ""))
+  elif name.startswith("M_"):
+    yield "maxtext", name.removeprefix("M_").lower(), _scalar(value) if isinstance(value, str) else value
+  else:
+    yield "env", name, value
 
 
 def _script(text):
@@ -304,10 +316,10 @@ def _script(text):
     if words[:1] == ["export"]:
       for word in words[1:]:
         name, equals, value = word.partition("=")
-        if name == "XLA_FLAGS":
-          yield from _flags(value)
+        if equals and _ENVIRONMENT.fullmatch(name):
+          yield from _variable(name, value)
         elif equals:
-          yield ("env", name, value) if _ENVIRONMENT.fullmatch(name) else ("launcher", name, "a variable of the job script")
+          yield "launcher", name, "a variable of the job script"
     elif any(word == "--maxtext-arg" or word.startswith("--maxtext-arg=") or word.endswith("launcher.py") for word in words):
       yield from _launcher_words(words)
     elif any(re.search(r"(?i)maxtext\S*train", word) for word in words):
@@ -327,7 +339,7 @@ def _launcher_words(words):
     negated, plain = name.startswith("no_"), name.removeprefix("no_")
     if name in ("maxtext_arg", "xla_flag", "env") and value:
       key, _, inner = value.partition("=")
-      yield {"maxtext_arg": "maxtext", "xla_flag": "xla_flags", "env": "env"}[name], key, inner if name == "env" else _scalar(inner)
+      yield from _variable(key, inner) if name == "env" else [("maxtext" if name == "maxtext_arg" else "xla_flags", key, _scalar(inner))]
     elif plain in ("pgle", "scan_layers") and value is None:
       yield "maxtext", plain, not negated
     elif name in _RENAMED or name in ("quantization", "profiler", "steps"):
@@ -345,4 +357,8 @@ def _flags(text):
 
 
 def _scalar(text):
-  return yaml.load(text, loader("a word")) if text else text
+  """The value of a word: what YAML makes of it, or the word itself."""
+  try:
+    return parse_yaml(text, "a word") if text else text
+  except OverlayError:
+    return text

@@ -146,18 +146,17 @@ def _find(name):
 def _read(path):
   """One file as {"maxtext": …, "moe_te": …, "xla_flags": …, "env": …}."""
   try:
-    content = yaml.load(path.read_text(encoding="utf-8"), loader(str(path)))
+    return parse(path.read_text(encoding="utf-8"), str(path))
   except OSError as error:
     found = f"{path} cannot be read ({error.strerror})"
     raise OverlayError(found=found, needed="a readable file", fix="correct its permissions") from error
-  except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date that does not exist
-    mark = getattr(error, "problem_mark", None)
-    raise OverlayError(
-      found=f"{path} is not YAML: {getattr(error, 'problem', None) or error}" + (f", line {mark.line + 1}" if mark else ""),
-      needed="a YAML map",
-      fix="correct the file",
-    ) from error
-  content = _map(content, path, "the file")
+  except UnicodeDecodeError as error:
+    raise OverlayError(found=f"{path} is not UTF-8: {error}", needed="a YAML map", fix="correct the file") from error
+
+
+def parse(text: str, path: str) -> dict[str, dict]:
+  """The text of one file as {"maxtext": …, "moe_te": …, "xla_flags": …, "env": …}; see `load`."""
+  content = _map(parse_yaml(text, path), path, "the file")
   about = content.pop("about", "")
   if not isinstance(about, str) or "\n" in about.strip():
     raise OverlayError(found=f"`about` in {path} is not one line of text", needed="one line", fix="shorten it")
@@ -165,12 +164,29 @@ def _read(path):
   for key, fix in _NOT_IN_OVERLAYS.items():
     if key in content:
       raise OverlayError(found=f"{path} sets {key}", needed="an overlay without it", fix=fix)
-  MoeTeOptions.from_mapping(sections["moe_te"], str(path))
+  MoeTeOptions.from_mapping(sections["moe_te"], path)
   for section in ("xla_flags", "env"):
     for key, value in sections[section].items():
       _check_environment(path, section, key, value)
   sections["env"] = {key: xla_flags.as_text(value) for key, value in sections["env"].items()}
   return {"maxtext": content, **sections}
+
+
+def parse_yaml(text: str, path: str, needed: str = "a YAML map") -> Any:
+  """What a YAML text holds.
+
+  Raises:
+    OverlayError: it is no YAML, or a key stands in it twice.
+  """
+  try:
+    return yaml.load(text, _loader(path))
+  except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a number that Python does not read
+    mark = getattr(error, "problem_mark", None)
+    raise OverlayError(
+      found=f"{path} is not YAML: {getattr(error, 'problem', None) or error}" + (f", line {mark.line + 1}" if mark else ""),
+      needed=needed,
+      fix="correct the file",
+    ) from error
 
 
 def _map(value, path, what):
@@ -194,19 +210,19 @@ def _check_environment(path, section, key, value):
     raise OverlayError(
       found=f"env.{key} in {path}", needed="the name of an environment variable and its text", fix="correct the name or the value"
     )
-  if section == "xla_flags" and (key.startswith("-") or " " in key + str(value)):
+  if section == "xla_flags" and (key.startswith("-") or re.search(r"\s", key + str(value))):
     raise OverlayError(
       found=f"XLA flag {key!r}: {value!r} in {path}",
       needed="a name without dashes and a value without spaces (XLA drops what follows a space without a word)",
-      fix=f"write {key.lstrip('-')}: {str(value).replace(' ', '')}",
+      fix=f"write {re.sub(r'\s', '', key.lstrip('-'))}: {re.sub(r'\s', '', str(value))}",
     )
   if section == "env" and (key == "XLA_FLAGS" or key.startswith("M_")):
     place = "the map `xla_flags`" if key == "XLA_FLAGS" else f"the top level, as {key[2:].lower()}"
     raise OverlayError(found=f"env.{key} in {path}", needed=f"the same in {place}", fix=f"move it to {place}")
 
 
-def loader(path: str) -> type:
-  """A safe YAML loader that refuses duplicate keys and reads 1e-3 as a number, as MaxText's own does."""
+def _loader(path):
+  """A safe YAML loader that refuses duplicate keys, reads 1e-3 as a number and leaves a date as text, as MaxText's own does."""
 
   class Loader(yaml.SafeLoader):
     def construct_mapping(self, node, deep=False):
@@ -222,6 +238,10 @@ def loader(path: str) -> type:
         seen.add(key)
       return super().construct_mapping(node, deep)
 
+  Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+  }
   Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"), list("-+0123456789")
   )

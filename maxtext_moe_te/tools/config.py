@@ -17,6 +17,7 @@ from maxtext_moe_te.errors import OverlayError
 from maxtext_moe_te.settings import importer, xla_flags
 from maxtext_moe_te.settings import overlay as overlays
 from maxtext_moe_te.settings import words as our_words
+from maxtext_moe_te.tools import files
 
 _WORDS = "what MaxText takes, with overlay=NAME|PATH[,…] and moe_te.OPTION=VALUE among it"
 _EVERY_RUN = ("base.yml", "MaxText's default", "MaxText derives it", "default")  # shown with --all
@@ -54,13 +55,14 @@ def _import(words):
   args = parser.parse_intermixed_args(words)
   imported = importer.import_texts({name: _text(name) for name in args.files}, _maxtext().known_keys())
   overlay = imported.text(f"imported from {', '.join(Path(name).name for name in args.files)}{_mesh(imported.maxtext)}")
-  if args.output:
-    _write(args.output, overlay)
+  overlays.parse(overlay, f"what {', '.join(args.files)} would become")
+  if args.output is not None:
+    _write(args.output, overlay, args.files)
   changes = [dataclasses.asdict(change) for change in imported.changes]
   if args.json:
     print(json.dumps({"overlay": overlay, "changes": changes}, indent=2))
     return 0
-  if not args.output:
+  if args.output is None:
     print(overlay, end="")
   rows = [(change["action"], change["key"], change["becomes"] or "-", change["reason"]) for change in changes]
   counts = {action: sum(row[0] == action for row in rows) for action in ("kept", "renamed", "dropped", "added")}
@@ -75,11 +77,13 @@ def _text(name):
     raise OverlayError(found=f"{name} cannot be read: {error}", needed="a text file", fix="correct the path") from error
 
 
-def _write(name, overlay):
+def _write(name, overlay, inputs):
   if not name.endswith((".yml", ".yaml")):
-    raise OverlayError(found=f"--output {name}", needed="a name that ends in .yml, by which overlay= knows a path", fix=f"write {name}.yml")
+    raise OverlayError(found=f"--output {name}", needed="a name that ends in .yml, by which overlay= knows a path", fix=f"write {name or 'mine'}.yml")
   try:
-    Path(name).write_text(overlay, encoding="utf-8")
+    if os.path.exists(name) and any(os.path.samefile(name, file) for file in inputs):
+      raise OverlayError(found=f"--output {name} is the file to import", needed="another file", fix="give --output a name of its own")
+    files.replace(Path(name), overlay.encode())
   except OSError as error:
     raise OverlayError(found=f"{name} cannot be written: {error}", needed="a file that can be", fix="correct --output") from error
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from maxtext_moe_te import hook
 from maxtext_moe_te.errors import PatchError
-from maxtext_moe_te.tools import patches
+from maxtext_moe_te.tools import files, patches
 
 _ABOUT = {
   "enable": f"let {hook.VARIABLE} switch the plugin on under MaxText's own command, in this Python environment",
@@ -70,9 +70,9 @@ def enable(pth: Path, record: Path | None) -> None:
   if record is not None:
     content = record.read_bytes()
     if _record_line(content) not in content:
-      _replace(record, _without_line(content) + _record_line(content))
+      files.replace(record, _without_line(content) + _record_line(content))
   if not pth.is_file() or pth.read_text() != hook.PTH_LINE:
-    _replace(pth, hook.PTH_LINE.encode())
+    files.replace(pth, hook.PTH_LINE.encode())
 
 
 def disable(pth: Path, record: Path | None) -> None:
@@ -81,7 +81,7 @@ def disable(pth: Path, record: Path | None) -> None:
   if record is not None:
     content = record.read_bytes()
     if _without_line(content) != content:
-      _replace(record, _without_line(content))
+      files.replace(record, _without_line(content))
 
 
 def status(pth: Path, record: Path | None) -> str:
@@ -113,11 +113,3 @@ def _record_line(content):
 
 def _without_line(content):
   return b"".join(line for line in content.splitlines(keepends=True) if not line.startswith(hook.PTH.encode() + b","))
-
-
-def _replace(path, content):
-  staged = path.with_name(f"{path.name}.new")
-  staged.write_bytes(content)
-  if path.exists():
-    staged.chmod(path.stat().st_mode)
-  os.replace(staged, path)

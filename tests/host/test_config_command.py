@@ -102,6 +102,8 @@ def test_diff(run, monkeypatch):
   [
     (["import", "nope.yml"], "nope.yml cannot be read: "),
     (["import", PUBLISHED, "--output", "x.txt"], "Fix: write x.txt.yml."),
+    (["import", "mine.yml", "--output", "./mine.yml"], "--output ./mine.yml is the file to import; needed: another file."),
+    (["import", "mine.yml", "--output", ""], "Fix: write mine.yml."),
     (["import", PUBLISHED, "--output", "no/x.yml"], "no/x.yml cannot be written: "),
     (["show", "stepz=3"], "unknown MaxText key 'stepz' on the command line"),
     (["show", "overlay=nope"], "no overlay is called nope"),
@@ -109,5 +111,14 @@ def test_diff(run, monkeypatch):
   ],
 )
 def test_mistakes(run, words, message):
+  pathlib.Path("mine.yml").write_text("steps: 2\n")
   err = run(*words, status=2).err
   assert message in err and "Traceback" not in err
+  assert [path.name for path in pathlib.Path().iterdir()] == ["mine.yml"] and pathlib.Path("mine.yml").read_text() == "steps: 2\n"
+
+
+def test_what_import_writes_can_be_read_back(run):
+  pathlib.Path("a.yml").write_text("steps: 2\nxla_flags: {xla_gpu_a: a b}\n")
+  err = run("import", "a.yml", "--output", "b.yml", status=2).err
+  assert "XLA flag 'xla_gpu_a': 'a b' in what a.yml would become; needed: a name without dashes and a value without spaces" in err
+  assert not pathlib.Path("b.yml").exists()

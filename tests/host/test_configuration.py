@@ -219,6 +219,24 @@ def test_values_that_maxtext_refuses(resolve, word, text):
   assert caught.value.__cause__ is None
 
 
+@pytest.mark.parametrize(
+  ("variable", "value", "words", "text"),
+  [
+    ("M_STEPS", "abc", [], "the environment variable M_STEPS=abc; needed: a value like 150001. Fix: correct or unset M_STEPS."),
+    ("M_SCAN_LAYERS", "maybe", [], "the environment variable M_SCAN_LAYERS=maybe; needed: a value like True."),
+    ("M_MESH_AXES", "x", [], "needed: a variable only for text, a number, true or false. Fix: unset M_MESH_AXES"),
+    ("M_STEPS", "4", ["steps=3"], "steps is set by steps=3 on the command line and by M_STEPS; needed: one of the two. Fix: unset M_STEPS."),
+  ],
+)
+def test_variables_that_maxtext_refuses(resolve, monkeypatch, variable, value, words, text):
+  monkeypatch.setenv(variable, value)
+  assert text in refused(resolve, OptionError, *words)
+
+
+def test_an_empty_model_name(resolve):
+  assert refused(resolve, OptionError, "model_name=").startswith("model_name is empty; needed: a model of MaxText.")
+
+
 def test_words_that_are_not_key_value(resolve):
   assert refused(resolve, OptionError, "foo") == (
     "the word 'foo' on the command line is not key=value; needed: key=value words. Fix: write foo=VALUE or remove it."
@@ -236,11 +254,13 @@ def test_missing_and_broken_files(resolve, pyconfig, tmp_path):
 
   (tmp_path / "broken.yml").write_text("a: [1\n")
   (tmp_path / "orphan.yml").write_text("base_config: no_such_base.yml\n")
+  (tmp_path / "binary.yml").write_bytes(b"\xff\xfe\xe9")
   with patching.apply_all(configuration.config_seams(None, MoeTeOptions()), host_version="0.2.5"):
     for name, text in (
       ("nope.yml", "the run's YAML nope.yml does not exist"),
       (f"{tmp_path}/broken.yml", "MaxText's configuration cannot be read: "),
       (f"{tmp_path}/orphan.yml", "MaxText's configuration cannot be read: "),
+      (f"{tmp_path}/binary.yml", "MaxText's configuration cannot be read: "),
     ):
       with pytest.raises(OptionError, match=text):
         pyconfig.initialize(["train.py", name])

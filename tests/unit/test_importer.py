@@ -178,9 +178,12 @@ def test_the_overlay_loads_again(tmp_path):
     ("", "a.yml", "a.yml holds no settings; needed: KEY: VALUE lines, or a job script that calls NVIDIA's launcher or MaxText."),
     ("just words\n", "a.yml", "a.yml holds no settings"),
     ("ls\n", "a.sh", "a.sh holds no settings"),
-    ("a: [1\n", "a.yml", "a.yml is not YAML: while parsing"),
+    ("a: [1\n", "a.yml", "but got '<stream end>', line 2; needed: YAML, or a job script that ends in .sh. Fix: correct the file."),
     ("a: 1\na: 2\n", "a.yml", "a.yml sets a twice, the second time in line 2"),
     ("ragged_buffer_factor: two\n", "a.yml", "ragged_buffer_factor: two; needed: a number. Fix: correct ragged_buffer_factor in the file."),
+    ("a: " + "[" * 2000, "a.yml", "a.yml is not YAML: maximum recursion depth exceeded"),
+    ("env: {A: [1]}\n", "a.yml", "A: [1]; needed: text, a number, true or false. Fix: correct A in the file."),
+    ("xla_flags: {xla_a: {b: 1}}\n", "a.yml", "xla_a: {'b': 1}; needed: text, a number, true or false."),
     ("custom_remat_config: 3\n", "a.yml", "custom_remat_config: 3; needed: a map from tensors to remat, device or offload."),
   ],
 )
@@ -188,3 +191,27 @@ def test_mistakes(text, name, message):
   with pytest.raises(OverlayError) as caught:
     imported(text, name)
   assert message in str(caught.value)
+
+
+def test_values_of_any_type_are_accounted_for():
+  found = imported("xla_flags: 5\n")
+  assert found.changes[0].key == "XLA_FLAGS … 5" and found.changes[0].action == "dropped"
+  found = imported("te_gmm_quantization: [x]\ncustom_remat_config: {1: offload}\nsteps: 2024-01-01\nxla_flags: {--xla_gpu_a: 1}\n")
+  assert [(change.key, change.action) for change in found.changes] == [
+    ("te_gmm_quantization", "dropped"), ("custom_remat_config.1", "dropped"), ("steps", "kept"), ("--xla_gpu_a", "renamed"),
+  ]  # fmt: skip
+  assert found.maxtext == {"steps": "2024-01-01"} and found.xla_flags == {"xla_gpu_a": 1}
+
+
+def test_a_variable_that_is_a_setting_in_disguise():
+  """XLA_FLAGS and M_ variables are no part of an overlay's env."""
+  for text in ('env: {XLA_FLAGS: "--xla_a=1", M_STEPS: "7", BB: }\n', 'XLA_FLAGS: ["--xla_a=1"]\nM_STEPS: 7\nBB: ""\n'):
+    found = imported(text)
+    assert (found.xla_flags, found.maxtext, found.env) == ({"xla_a": 1}, {"steps": 7}, {"BB": ""})
+  found = imported("export M_STEPS=7 XLA_FLAGS=--xla_a=1\n", "job.sh")
+  assert (found.xla_flags, found.maxtext, found.env) == ({"xla_a": 1}, {"steps": 7}, {})
+
+
+def test_a_word_that_is_no_yaml_is_text():
+  found = imported("python launcher.py --maxtext-arg model_name=@x --maxtext-arg base_output_directory=[a\n", "job.sh")
+  assert found.maxtext == {"model_name": "@x", "base_output_directory": "[a"}

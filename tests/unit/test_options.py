@@ -61,6 +61,10 @@ def test_every_choice_is_accepted(name):
     ({"offload": ["value_prj"]}, "Fix: write value_proj."),
     ({"offload": True}, "moe_te.offload with True in my.yml"),
     ({"offload": "zzz"}, "Fix: write for example moe_te.offload=query_proj,value_proj."),
+    ({"xla_profile": [1, "published"]}, "names the profile 1; needed: names among "),
+    ({"xla_profile": [["published"]]}, "names the profile ['published']; needed: names among "),
+    ({"xla_profile": None}, "names the profile None; needed: names among "),
+    ({"experts": "TE"}, "Fix: write moe_te.experts=te."),
     ({"metrics": 1}, "moe_te.metrics=1 in my.yml; needed: true or false."),
   ],
 )

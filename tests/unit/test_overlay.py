@@ -37,6 +37,10 @@ def test_all_sections(write):
   assert overlay.sources["maxtext.steps"] == overlay.sources["env.A"] == path
 
 
+def test_a_date_is_text_as_maxtext_reads_it(write):
+  assert overlays.load(write("a.yml", "run_name: 2024-13-45\n")).maxtext == {"run_name": "2024-13-45"}
+
+
 def test_several_files_join_and_equal_values_agree(write):
   one, two = write("one.yml", "steps: 5\na: 1\n"), write("two.yml", "steps: 5\nb: 2\n")
   overlay = overlays.load(f"{one},{two}")
