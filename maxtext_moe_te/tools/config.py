@@ -79,7 +79,8 @@ def _text(name):
 
 def _write(name, overlay, inputs):
   if not name.endswith((".yml", ".yaml")):
-    raise OverlayError(found=f"--output {name}", needed="a name that ends in .yml, by which overlay= knows a path", fix=f"write {name or 'mine'}.yml")
+    fix = f"write {name or 'mine'}.yml"
+    raise OverlayError(found=f"--output {name}", needed="a name that ends in .yml, by which overlay= knows a path", fix=fix)
   try:
     if os.path.exists(name) and any(os.path.samefile(name, file) for file in inputs):
       raise OverlayError(found=f"--output {name} is the file to import", needed="another file", fix="give --output a name of its own")

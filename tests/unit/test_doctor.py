@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from maxtext_moe_te.errors import OptionError
+from maxtext_moe_te.errors import OptionError, OverlayError
 from maxtext_moe_te.settings.config import MoeTeOptions
 from maxtext_moe_te.settings.xla_flags import Names
 from maxtext_moe_te.tools import deep, doctor
@@ -430,6 +430,12 @@ CASES = {
     W,
     "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams on one",
   ),
+  "no number": (
+    MACHINE,
+    job(offloaded_bytes=GIB, variables={"XLA_CLIENT_MEM_FRACTION": "most", "XLA_PYTHON_CLIENT_MEM_FRACTION": ""}),
+    E,
+    "XLA_CLIENT_MEM_FRACTION=most; needed: a number above 0. Fix: correct or unset XLA_CLIENT_MEM_FRACTION.",
+  ),
   "two memory fractions": (
     MACHINE,
     job(variables={"XLA_CLIENT_MEM_FRACTION": "0.8"}),
@@ -487,6 +493,56 @@ def test_only_known_variables_are_told(monkeypatch):
   assert told["NCCL_DEBUG"] == "WARN" and "AWS_SECRET_ACCESS_KEY" not in told
 
 
+# What the user says
+
+
+def test_a_saved_report_is_judged(tmp_path, capsys):
+  saved = tmp_path / "report.json"
+  for content in ({"machine": dataclasses.asdict(MACHINE), "version": "0.1.0"}, dataclasses.asdict(MACHINE)):
+    saved.write_text(json.dumps(content))
+    assert doctor.main(["--machine", str(saved)]) == 0
+    assert "8 x NVIDIA H200" in capsys.readouterr().out
+
+
+NO_REPORTS = [None, b"", b"\xff", b"[1]", b"{}", b'{"machine": 1}', b'{"python": "3", "gpus": [{}]}', b'{"python": "3", "x": 1}']
+
+
+@pytest.mark.parametrize("content", NO_REPORTS)
+def test_a_report_that_is_none(tmp_path, content):
+  saved = tmp_path / "report.json"
+  if content is not None:
+    saved.write_bytes(content)
+  with pytest.raises(OptionError, match=r"^--machine .*; needed: a report of this version's doctor --json\. Fix: correct the path"):
+    doctor.main(["--machine", str(saved)])
+
+
+@pytest.mark.parametrize(
+  ("words", "text"),
+  [
+    (["--gpu", "B200"], "--gpu or --topology alone; needed: --deep, which compiles for them."),
+    (["--ranks", "x", "--rank", "2", "--rank-count", "2"], "--rank 2 of --rank-count 2; needed: a number from 0"),
+    (["overlay="], "'' names no overlay"),
+  ],
+)
+def test_words_that_do_not_fit(words, text):
+  with pytest.raises(OptionError if words[0].startswith("-") else OverlayError, match=text):
+    doctor.main(words)
+
+
+@pytest.mark.parametrize("option", ["--nodes", "--gpus-per-node", "--nvlink-domain", "--processes-per-node", "--rank-count"])
+def test_counts_are_positive(option, capsys):
+  for value, text in (("0", "0 is not 1 or more"), ("x", "invalid int value: 'x'")):
+    with pytest.raises(SystemExit, match="2"):
+      doctor.main([option, value])
+    assert capsys.readouterr().err.endswith(f"error: argument {option}: {text}\n")
+
+
+def test_the_overlay_of_the_variable_is_judged(monkeypatch):
+  monkeypatch.setenv("MAXTEXT_MOE_TE_OVERLAY", "nope")
+  with pytest.raises(OverlayError, match="no overlay is called nope, from MAXTEXT_MOE_TE_OVERLAY"):
+    doctor.main([])
+
+
 # Across ranks
 
 
@@ -500,9 +556,14 @@ def test_the_rank_that_differs_is_named():
 
 def test_ranks_meet_in_a_folder(tmp_path, monkeypatch):
   doctor.gather_ranks(tmp_path, MACHINE, rank=0, count=1)
+  with pytest.raises(OptionError, match=r"rank-0\.json is of an earlier run; needed: a folder of its own for each run\."):
+    doctor.gather_ranks(tmp_path, MACHINE, rank=0, count=1)
+  with pytest.raises(OptionError, match=r"rank-0\.json cannot be written: Not a directory"):
+    doctor.gather_ranks(tmp_path / "rank-0.json" / "below", MACHINE, rank=0, count=1)
   findings = doctor.gather_ranks(tmp_path, machine(driver="570.1"), rank=1, count=2)
   assert "driver is 5" in str(findings[0]) and "rank 1" in str(findings[0])
   monkeypatch.setattr(doctor, "RANKS_TIMEOUT_S", 0.1)
+  (tmp_path / "rank-1.json").unlink()
   findings = doctor.gather_ranks(tmp_path, MACHINE, rank=1, count=3)
   assert [str(f).split(";")[0] for f in findings] == [f"rank 2 of 3 left nothing in {tmp_path} within 0.1 s"]
 

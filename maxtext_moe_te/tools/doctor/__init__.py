@@ -9,6 +9,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from maxtext_moe_te.settings import overlay as overlays
 from maxtext_moe_te.settings import words as our_words
 from maxtext_moe_te.settings import xla_flags
 from maxtext_moe_te.settings.config import MoeTeOptions
+from maxtext_moe_te.tools import files
 from maxtext_moe_te.tools.doctor import checks, facts
 from maxtext_moe_te.tools.doctor.checks import ERROR, Finding
 
@@ -42,8 +44,14 @@ def main(words: list[str]) -> int:
     raise OptionError(
       found=f"the word {unknown[0]!r}", needed="an option of doctor, or what MaxText takes", fix="see maxtext-moe-te doctor --help"
     )
+  if (args.gpu or args.topology) and not (args.deep or args.verify_offload):
+    raise OptionError(found="--gpu or --topology alone", needed="--deep, which compiles for them", fix="add --deep, or remove them")
+  if args.ranks and not 0 <= args.rank < args.rank_count:
+    raise OptionError(
+      found=f"--rank {args.rank} of --rank-count {args.rank_count}", needed="a number from 0 to the ranks less one", fix="correct --rank"
+    )
   start = time.monotonic()
-  machine = facts.machine_from(json.loads(Path(args.machine).read_text())) if args.machine else facts.gather()
+  machine = _saved(args.machine) if args.machine else facts.gather()
   job, resolved = read_job(rest, machine, args)
   names = xla_flags.installed_names() if job.xla_flags.strip() and not args.machine else None
   findings = checks.examine(machine, job, names=names)
@@ -63,12 +71,12 @@ def main(words: list[str]) -> int:
     report["probes"], found = probes.run(machine, job)
     findings += found
   if (args.deep or args.verify_offload) and not job.refused:
-    report["deep"], found = _deep(resolved, job, args)
+    report["deep"], found = _deep(resolved, job, args, machine)
     findings += found
     if args.verify_offload and machine.gpus:
       from maxtext_moe_te.tools import gradients
 
-      report["gradients"], found = gradients.check(_request(resolved, job, args))
+      report["gradients"], found = gradients.check(_request(resolved, job, args, machine))
       findings += found
   report["findings"] = [dataclasses.asdict(finding) for finding in findings]
   report["seconds"] = round(time.monotonic() - start, 1)
@@ -85,26 +93,49 @@ def _parser():
     allow_abbrev=False,
   )
   parser.add_argument("--json", action="store_true", help="everything as JSON, fit to be posted")
-  parser.add_argument("--nodes", type=int, default=_environment_int("NNODES", "SLURM_NNODES") or 1)
-  parser.add_argument("--gpus-per-node", type=int, help="default: this machine's")
-  parser.add_argument("--nvlink-domain", type=int, default=0, help="GPUs of one NVLink domain; default: a node's")
-  parser.add_argument("--processes-per-node", type=int, default=0, help="default: one for each GPU")
+  parser.add_argument("--nodes", type=_count, default=_environment_int("NNODES", "SLURM_NNODES") or 1, help="default: the job's, or 1")
+  parser.add_argument("--gpus-per-node", type=_count, help="default: this machine's")
+  parser.add_argument("--nvlink-domain", type=_count, default=0, help="GPUs of one NVLink domain; default: a node's")
+  parser.add_argument("--processes-per-node", type=_count, default=0, help="default: one for each GPU")
   parser.add_argument("--image", action="store_true", help="for a container being built, without a GPU: only what can be known there")
-  parser.add_argument("--machine", metavar="FILE", help="judge the machine of a report saved with --json (its key `machine`), not this one")
+  parser.add_argument("--machine", metavar="FILE", help="judge the machine of a report saved with --json, not this one")
   parser.add_argument("--no-probes", dest="probes", action="store_false", help="run nothing on the GPUs")
   parser.add_argument("--deep", action="store_true", help="compile the step and look where bytes and collectives are; minutes")
   parser.add_argument("--verify-offload", action="store_true", help="--deep for offload alone, and on a GPU a gradient check")
-  parser.add_argument("--gpu", default="", help="--deep: compile for this GPU, such as H200 or GB200; default: this machine's")
+  parser.add_argument("--gpu", default="", help="--deep: compile for this GPU, such as H200 or GB200; default: this machine's, or H200")
   parser.add_argument("--topology", default="", help="--deep: NVLink domains x processes x GPUs each, such as 2x8x1; default: the job's")
   ranks = parser.add_argument_group("across the processes of a job")
-  ranks.add_argument("--ranks", metavar="FOLDER", help="a shared folder in which every rank leaves its facts and reads the others'")
-  ranks.add_argument("--rank", type=int, default=_environment_int("NODE_RANK", "SLURM_PROCID") or 0)
-  ranks.add_argument("--rank-count", type=int, default=_environment_int("NNODES", "SLURM_NTASKS") or 1)
+  ranks.add_argument("--ranks", metavar="FOLDER", help="a shared folder, new for each run, in which every rank leaves its facts")
+  ranks.add_argument("--rank", type=int, default=_environment_int("NODE_RANK", "SLURM_PROCID") or 0, help="default: the job system's, or 0")
+  ranks.add_argument(
+    "--rank-count", type=_count, default=_environment_int("NNODES", "SLURM_NTASKS") or 1, help="default: the job system's, or 1"
+  )
   return parser
 
 
+def _count(text):
+  number = int(text)
+  if number < 1:
+    raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+  return number
+
+
+_count.__name__ = "int"  # as argparse names it
+
+
 def _environment_int(*names):
-  return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), None)
+  return next((int(os.environ[name]) for name in names if re.fullmatch(r"[0-9]+", os.environ.get(name, ""))), None)
+
+
+def _saved(file):
+  """The machine of a report, or of its key `machine` alone."""
+  try:
+    data = json.loads(Path(file).read_text(encoding="utf-8"))
+    return facts.machine_from(data.get("machine", data))
+  except (OSError, ValueError, TypeError, AttributeError) as error:  # the latter three: no JSON, or of another shape
+    raise OptionError(
+      found=f"--machine {file}: {error}", needed="a report of this version's doctor --json", fix="correct the path, or make it anew"
+    ) from error
 
 
 def read_job(words: list[str], machine: facts.Machine, args) -> tuple[facts.Job, dict]:
@@ -149,11 +180,18 @@ def resolve(words: list[str], overlay: str, options: MoeTeOptions, job: facts.Jo
   given = dict(word.split("=", 1) for word in words if "=" in word)
   if any(name.startswith("dcn_") and value not in ("1", "-1") for name, value in given.items()):
     request |= {"domains": max(job.gpus // job.domain, 1), "per_domain": job.domain}
-  done = subprocess.run(command, input=json.dumps(request), env=environment, capture_output=True, text=True, timeout=RESOLVE_TIMEOUT_S)
+  try:
+    done = subprocess.run(command, input=json.dumps(request), env=environment, capture_output=True, text=True, timeout=RESOLVE_TIMEOUT_S)
+  except subprocess.TimeoutExpired:
+    return _not_asked(f"had not answered after {RESOLVE_TIMEOUT_S} s", "try `maxtext-moe-te config show`")
   if "ANSWER" in done.stdout:
     return json.loads(done.stdout.split("ANSWER", 1)[1])
   last = " | ".join(line for line in done.stderr.splitlines()[-3:])[-600:]
-  return {"config": {}, "refused": {"found": f"MaxText could not be asked: {last}", "needed": "a MaxText that imports", "fix": "see above"}}
+  return _not_asked(f"could not be asked: {last}", "install what it names")
+
+
+def _not_asked(what, fix):
+  return {"config": {}, "refused": {"found": f"MaxText {what}", "needed": "a MaxText that imports", "fix": fix}}
 
 
 def offloaded_bytes(config: dict, job: facts.Job) -> int:
@@ -173,10 +211,15 @@ def offloaded_bytes(config: dict, job: facts.Job) -> int:
 
 def gather_ranks(folder: Path, machine: facts.Machine, *, rank: int, count: int) -> list[Finding]:
   """Leaves this rank's facts in a shared folder, waits for the others', and says who differs."""
-  folder.mkdir(parents=True, exist_ok=True)
-  partial = folder / f".rank-{rank}.json"
-  partial.write_text(json.dumps(dataclasses.asdict(machine)))
-  partial.rename(folder / f"rank-{rank}.json")  # whole or not there
+  own = folder / f"rank-{rank}.json"
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    if own.exists():
+      raise OptionError(found=f"{own} is of an earlier run", needed="a folder of its own for each run", fix="give another --ranks")
+    files.replace(own, json.dumps(dataclasses.asdict(machine)).encode())
+  except OSError as error:
+    found = f"{own} cannot be written: {error.strerror}"
+    raise OptionError(found=found, needed="a shared folder", fix="give another --ranks") from error
   deadline = time.monotonic() + RANKS_TIMEOUT_S
   while len(found := sorted(folder.glob("rank-*.json"))) < count and time.monotonic() < deadline:
     time.sleep(0.2)
@@ -196,7 +239,7 @@ def gather_ranks(folder: Path, machine: facts.Machine, *, rank: int, count: int)
   return findings
 
 
-def _deep(resolved, job, args):
+def _deep(resolved, job, args, machine):
   """(result or None, findings) of a compiled step."""
   from maxtext_moe_te.tools import deep
 
@@ -204,7 +247,7 @@ def _deep(resolved, job, args):
     raise OptionError(
       found="--deep without a job", needed="what MaxText takes", fix="add the words of the run, for example overlay=qwen3-30b-a3b-te-h200"
     )
-  request = _request(resolved, job, args)
+  request = _request(resolved, job, args, machine)
   try:
     result = deep.compile_step(request)
   except (MoeTeError, RuntimeError) as error:
@@ -213,15 +256,17 @@ def _deep(resolved, job, args):
   return result, deep.findings(result)
 
 
-def _request(resolved, job, args):
+def _request(resolved, job, args, machine):
   from maxtext_moe_te.tools import deep
+
+  here = re.search(r"\b[A-Z]+[0-9]+\b", machine.gpus[0].name) if machine.gpus else None  # H100 of NVIDIA H100 80GB HBM3
 
   domains = max(job.gpus // job.domain, 1)
   return deep.Request(
     words=tuple(resolved["words"]),
     overlay=resolved["overlay"],
     options=resolved["options"],
-    gpu=args.gpu or "H200",
+    gpu=args.gpu or (here[0] if here else "H200"),
     topology=args.topology or f"{domains}x{job.gpus // domains}x1",
     profiles=() if args.verify_offload and not args.deep else deep.PROFILES,
   )

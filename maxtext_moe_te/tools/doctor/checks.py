@@ -577,6 +577,17 @@ def split_over_domains(machine, job):
 
 # Memory
 
+JAX_FRACTION = 0.75  # of a GPU's memory, its default
+HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+
+
+@check
+def numbers(machine, job):
+  for name in (*xla_flags.MEMORY_FRACTIONS, HOST_LIMIT):
+    value = job.variables.get(name)
+    if value and not _number(value) > 0:
+      yield _error(f"{name}={value}", "a number above 0", f"correct or unset {name}", "JAX reads it as a number")
+
 
 @check
 def memory(machine, job):
@@ -622,8 +633,8 @@ def memory(machine, job):
 def _fraction(job):
   for name in xla_flags.MEMORY_FRACTIONS:
     if job.variables.get(name):
-      return float(job.variables[name])
-  return 0.75  # JAX's default
+      return _number(job.variables[name]) or JAX_FRACTION
+  return JAX_FRACTION
 
 
 def least_state_bytes(job: Job) -> int:
@@ -657,7 +668,7 @@ def ep_buffer_bytes(job: Job) -> int:
 @check
 def host_memory(machine, job):
   if job.offloaded_bytes:
-    limit = float(job.variables.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64))
+    limit = _number(job.variables.get(HOST_LIMIT)) or 64
     per_process = job.offloaded_bytes * max(1, job.gpus_per_node // (job.processes_per_node or job.gpus_per_node))
     if per_process * 1.1 > limit * 1e9:
       yield _error(

@@ -179,7 +179,7 @@ def gather() -> Machine:
     nccl_headers=te_runtime.header_version(headers) if headers else None,
     nvcc=str(nvcc) if nvcc else None,
     gxx=shutil.which("g++"),
-    jit_cache=_writable(Path(os.environ.get("NCCL_EP_JIT_CACHE_DIR") or Path.home())),
+    jit_cache=_writable(Path(os.environ.get("NCCL_EP_JIT_CACHE_DIR") or os.path.expanduser("~"))),
     te_extension_error=extension_error,
     imported_at_start=_imported_at_start(),
     host_memory_bytes=_available_memory(),
