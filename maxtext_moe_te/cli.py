@@ -214,7 +214,7 @@ def _configure_logging():
 
 def _check_module(module):
   try:
-    found = importlib.util.find_spec(module)
+    found = None if module.startswith(".") else importlib.util.find_spec(module)
     if found is not None and found.submodule_search_locations is not None:  # a package runs only through its __main__
       found = importlib.util.find_spec(f"{module}.__main__")
   except ValueError:

@@ -20,10 +20,19 @@
 : "${OUTPUT:?a folder that all nodes share, for checkpoints and logs}"
 RUN_NAME=${RUN_NAME:-$SLURM_JOB_NAME}
 GPUS=${SLURM_GPUS_ON_NODE:-8}
+for word in "$@"; do
+  case $word in
+    run_name=* | base_output_directory=* | enable_autocheckpoint=*)
+      echo "$word: this script sets it, from RUN_NAME and OUTPUT" >&2
+      exit 2
+      ;;
+  esac
+done
 
 logs=$OUTPUT/$RUN_NAME/logs/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
-mkdir -p "$logs"
+mkdir -p "$logs" || exit 2
 host0=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+: "${host0:?scontrol names no host}"
 port=$((20000 + SLURM_JOB_ID % 10000))
 
 # --kill-on-bad-exit: when a rank of one node has failed, those of the others wait for it. $SLURM_NODEID is each node's own.

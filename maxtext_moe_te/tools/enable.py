@@ -13,7 +13,8 @@ import site
 from pathlib import Path
 
 from maxtext_moe_te import hook
-from maxtext_moe_te.errors import PatchError
+from maxtext_moe_te.errors import MoeTeError, PatchError
+from maxtext_moe_te.settings import words as our_words
 from maxtext_moe_te.tools import files, patches
 
 _ABOUT = {
@@ -33,7 +34,13 @@ def main(action: str, words: list[str]) -> int:
     PatchError: the package is not where Python reads .pth files, or its folder cannot be written. Nothing was changed.
   """
   argparse.ArgumentParser(prog=f"maxtext-moe-te {action}", description=_ABOUT[action]).parse_args(words)
-  pth, record = places()
+  try:
+    pth, record = places()
+  except PatchError as error:
+    if action != "status":
+      raise
+    print(status(None, None, error.found))
+    return 0
   if action != "status":
     try:
       (enable if action == "enable" else disable)(pth, record)
@@ -71,7 +78,7 @@ def enable(pth: Path, record: Path | None) -> None:
     content = record.read_bytes()
     if _record_line(content) not in content:
       files.replace(record, _without_line(content) + _record_line(content))
-  if not pth.is_file() or pth.read_text() != hook.PTH_LINE:
+  if not pth.is_file() or pth.read_bytes() != hook.PTH_LINE.encode():
     files.replace(pth, hook.PTH_LINE.encode())
 
 
@@ -84,20 +91,34 @@ def disable(pth: Path, record: Path | None) -> None:
       files.replace(record, _without_line(content))
 
 
-def status(pth: Path, record: Path | None) -> str:
-  """What is in place and what follows from it, a line each."""
-  written = pth.is_file()
-  right = written and pth.read_text() == hook.PTH_LINE
+def status(pth: Path | None, record: Path | None, impossible: str = "") -> str:
+  """What is in place and what follows from it, a line each.
+
+  Args:
+    pth, record: see `places`; pth is None where no such file is read.
+    impossible: why.
+  """
+  written = pth is not None and pth.is_file()
+  right = written and pth.read_bytes() == hook.PTH_LINE.encode()
   kept = ", not in RECORD: run `maxtext-moe-te disable` before uninstalling" if written and not _recorded(record) else ""
-  lines = [f"import hook: {'enabled' if right else 'of another version, enable it again' if written else 'disabled'} ({pth}{kept})"]
+  hooked = "not possible" if pth is None else "enabled" if right else "of another version, enable it again" if written else "disabled"
+  lines = [f"import hook: {hooked} ({impossible or pth}{kept})"]
   root = patches.find("maxtext")
   state = patches.inspect(patches.load(), "maxtext", root)
   lines.append(f"MaxText: {'not installed' if root is None else f'in {root}, patches {state.state}'}")
   overlay = os.environ.get(hook.VARIABLE)
   lines.append(f"{hook.VARIABLE}: {overlay or 'not set'}")
   reached = right or state.state == patches.APPLIED
-  lines.append(f"python -m maxtext.…: {f'under the plugin, overlay {overlay}' if overlay and reached else 'plain MaxText'}")
+  lines.append(f"python -m maxtext.…: {_outcome(overlay) if overlay and reached else 'plain MaxText'}")
   return "\n".join(lines)
+
+
+def _outcome(overlay):
+  try:
+    our_words.read([], overlay)
+  except MoeTeError as error:
+    return f"refused: {error}"
+  return f"under the plugin, overlay {overlay}"
 
 
 def _recorded(record):

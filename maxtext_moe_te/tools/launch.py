@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import ctypes
 import datetime
+import math
 import os
 import queue
 import shlex
@@ -54,8 +55,13 @@ class Rank:
   @classmethod
   def of_this_process(cls) -> "Rank | None":
     """What `launch` said in the environment, or None."""
-    words = os.environ.get(VARIABLE, "").split()
-    return cls(words[0], *map(int, words[1:])) if words else None
+    text = os.environ.get(VARIABLE, "")
+    if not text:
+      return None
+    words = text.split()
+    if len(words) != 4 or not _is_address(words[0]) or not all(map(str.isdecimal, words[1:])) or int(words[2]) >= int(words[1]):
+      raise OptionError(found=f"{VARIABLE}={text}", needed="what launch sets for each of its ranks", fix=f"unset {VARIABLE}")
+    return cls(words[0], *map(int, words[1:]))
 
   def join(self) -> None:
     """Joins JAX's distributed system as this rank. Before MaxText does; it then finds that done."""
@@ -72,6 +78,11 @@ class Rank:
       cluster_detection_method="deactivate",
       coordinator_bind_address=self.coordinator if alone else None,
     )
+
+
+def _is_address(text):
+  host, _, port = text.rpartition(":")
+  return bool(host) and port.isdecimal() and 0 < int(port) < 2**16
 
 
 def main(argv: list[str]) -> int:
@@ -150,10 +161,16 @@ def _parse(argv):
       "add --coordinator HOST0:PORT",
     ),
     (
-      arguments.coordinator is not None and not arguments.coordinator.rpartition(":")[2].isdigit(),
+      arguments.coordinator is not None and not _is_address(arguments.coordinator),
       f"--coordinator {arguments.coordinator}",
       "HOST:PORT",
       "write the name of host 0 and a free port of it",
+    ),
+    (
+      not 0 <= arguments.grace < math.inf,
+      f"--grace {arguments.grace:g}",
+      "seconds, 0 or more",
+      "write --grace 120, or as long as a checkpoint takes",
     ),
   ):
     if wrong:

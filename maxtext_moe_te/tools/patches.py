@@ -132,13 +132,15 @@ def main(words: list[str]) -> int:
   parser.add_argument("--root", help="a git checkout or a site-packages folder; default: what this Python would import")
   parser.add_argument("--json", action="store_true", help="as JSON")
   arguments = parser.parse_args(words)
+  if arguments.action == "list" and arguments.root is not None:
+    raise PatchError(found="list with --root", needed="an action that looks at a tree", fix="write check, or remove --root")
   known = load()
   packages = list(dict.fromkeys(series.package for series in known))
   for name in arguments.package:
     if name not in packages:
       near = nearest(name, packages) or packages[0]
       raise PatchError(found=f"there are no patches for {name}", needed=f"one of {', '.join(packages)}", fix=f"write {near}")
-  chosen = arguments.package or packages
+  chosen = list(dict.fromkeys(arguments.package)) or packages
   if arguments.action == "list":
     print(_as_json([series for series in known if series.package in chosen]) if arguments.json else _listed(known, chosen))
     return 0
@@ -148,8 +150,9 @@ def main(words: list[str]) -> int:
 
   states = look()
   if all(state.state == ABSENT for state in states):
+    place = "this Python environment" if arguments.root is None else arguments.root or "''"
     raise PatchError(
-      found=f"no {' or '.join(chosen)} in {arguments.root or 'this Python environment'}",
+      found=f"no {' or '.join(chosen)} in {place}",
       needed="a git checkout or a site-packages folder that holds one",
       fix="give its path with --root",
     )
@@ -272,9 +275,9 @@ def find(package: str, given: str | None = None) -> Path | None:
     spec = importlib.util.find_spec(package)  # of a top-level package: imports nothing
     places = list(spec.submodule_search_locations or ()) if spec else []
     return Path(places[0]).parent if places else None
-  top = Path(given).absolute()
+  top = Path(os.path.expanduser(given)).absolute()
   places = [top, top / "src", *([top.parent] if top.name == package else [])]
-  return next((place for place in places if (place / package).is_dir()), None)
+  return next((place for place in places if os.path.isdir(place / package)), None) if given else None
 
 
 def inspect(known: tuple[Series, ...], package: str, root: Path | None) -> State:
@@ -320,7 +323,10 @@ def _contents(series, root):
     else:
       other = f"is neither that of {series.package} {series.version} nor its patched form"
       sums = {series.before[path]: CLEAN, series.after[path]: APPLIED}
-      found[path] = sums.get(_sha256(file.read_bytes()), other)
+      try:
+        found[path] = sums.get(_sha256(file.read_bytes()), other)
+      except OSError as error:
+        found[path] = f"cannot be read ({error.strerror})"
       if found[path] in _KNOWN and series.before[path] == series.after[path]:
         found[path] = _UNPATCHED
   return found
@@ -329,8 +335,11 @@ def _contents(series, root):
 def _unchecked_bytecode(path):
   """The name of a compiled form of the file that Python uses whatever the file has become (PEP 552), or None."""
   for cached in sorted((path.parent / "__pycache__").glob(f"{path.stem}.*.pyc")):
-    with cached.open("rb") as file:
-      flags = int.from_bytes(file.read(8)[4:], "little")
+    try:
+      with cached.open("rb") as file:
+        flags = int.from_bytes(file.read(8)[4:], "little")
+    except OSError:
+      continue  # nor does Python take it
     if flags & 0b11 == 0b01:
       return cached.name
   return None

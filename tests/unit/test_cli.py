@@ -191,6 +191,7 @@ def test_interrupt_is_130_without_traceback(host, capsys):
     ("train_sfd", "maxtext.trainers.post_train.sft.train_sft"),
     ("maxtext_stand_in", "maxtext.trainers.pre_train.train"),
     ("no/such.py", "maxtext.trainers.pre_train.train"),
+    (".train", "maxtext.trainers.pre_train.train"),
   ],
 )
 def test_missing_module(host, capsys, module, near):

@@ -177,6 +177,27 @@ def test_enabling_and_disabling(tmp_path, monkeypatch, end):
   assert sorted(tmp_path.iterdir()) == [record]
 
 
+def test_status_answers_whatever_is_there(tmp_path, monkeypatch, capsys):
+  monkeypatch.setenv(hook.VARIABLE, "nope")
+  pth = tmp_path / hook.PTH
+  pth.write_bytes(b"\xff")
+  assert "of another version, enable it again" in enable.status(pth, None)
+  enable.enable(pth, None)
+  assert "python -m maxtext.…: refused: no overlay is called nope, from MAXTEXT_MOE_TE_OVERLAY;" in enable.status(pth, None)
+  monkeypatch.setattr(enable.site, "getsitepackages", lambda: ["/nowhere"])
+  monkeypatch.setattr(enable.site, "ENABLE_USER_SITE", False)
+  assert enable.main("status", []) == 0
+  said = capsys.readouterr().out
+  assert re.match(r"import hook: not possible \(maxtext-moe-te is installed in .*, where Python reads no \.pth files\)\n", said)
+
+
+def test_a_folder_in_the_files_place_leaves_nothing_behind(tmp_path):
+  (tmp_path / hook.PTH).mkdir()
+  with pytest.raises(OSError):
+    enable.enable(tmp_path / hook.PTH, None)
+  assert [path.name for path in tmp_path.iterdir()] == [hook.PTH]
+
+
 def test_without_a_record_it_says_what_to_do_first(tmp_path):
   enable.enable(tmp_path / hook.PTH, None)
   assert "not in RECORD: run `maxtext-moe-te disable` before uninstalling" in enable.status(tmp_path / hook.PTH, None)

@@ -230,6 +230,10 @@ def test_ranks_do_not_outlive_a_killed_launcher(start):
     (["--nproc", "2", "--nnodes", "2", "--node-rank", "2"], "give each host its own number"),
     (["--nproc", "2", "--nnodes", "0"], "leave --nnodes out"),
     (["--nproc", "2", "--coordinator", "host"], "write the name of host 0 and a free port of it"),
+    (["--nproc", "2", "--coordinator", ":3400"], "write the name of host 0 and a free port of it"),
+    (["--nproc", "2", "--coordinator", "host:99999"], "write the name of host 0 and a free port of it"),
+    (["--nproc", "2", "--grace", "nan"], "--grace nan; needed: seconds, 0 or more. Fix: write --grace 120"),
+    (["--nproc", "2", "--grace", "-1"], "--grace -1; needed: seconds, 0 or more."),
     (["--nproc", "2", "--no-doctor", "--logs", "/dev/null/logs"], "give another --logs"),
   ],
 )
@@ -261,6 +265,13 @@ def test_places_of_the_second_host(monkeypatch, tmp_path):
     monkeypatch.setenv(launch.VARIABLE, environment[launch.VARIABLE])
     places.append(launch.Rank.of_this_process())
   assert places == [launch.Rank("host0:3400", 8, rank, device) for rank, device in ((4, 0), (5, 0), (6, 1), (7, 1))]
+
+
+@pytest.mark.parametrize("text", ["x", "host:1 2", "host:1 2 x 0", "host:1 2 2 0", "host 2 0 0", "host:1 2 -1 0"])
+def test_a_rank_that_launch_did_not_make(monkeypatch, text):
+  monkeypatch.setenv(launch.VARIABLE, text)
+  with pytest.raises(errors.OptionError, match=f"{launch.VARIABLE}={text}; needed: what launch sets .* Fix: unset {launch.VARIABLE}"):
+    launch.Rank.of_this_process()
 
 
 def test_without_launch_a_process_is_no_rank(monkeypatch):

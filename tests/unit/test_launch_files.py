@@ -145,6 +145,18 @@ def test_slurm_asks_for_what_is_missing(slurm, name):
   assert done.returncode != 0 and f"{name}: " in done.stderr and launched == []
 
 
+@pytest.mark.parametrize("word", ["run_name=mine", "base_output_directory=/x", "enable_autocheckpoint=false"])
+def test_slurm_overrides_no_word_of_the_user(slurm, word):
+  done, launched, _, _ = slurm("model_name=x", word)
+  assert (done.returncode, done.stderr, launched) == (2, f"{word}: this script sets it, from RUN_NAME and OUTPUT\n", [])
+
+
+def test_slurm_starts_nothing_without_a_folder_for_logs(slurm, tmp_path):
+  (tmp_path / "file").touch()
+  done, launched, _, _ = slurm("model_name=x", OUTPUT=str(tmp_path / "file"))
+  assert done.returncode == 2 and "Not a directory" in done.stderr and launched == []
+
+
 def differences(value, schema, where="JobSet"):
   """Where a value departs from a schema; of JSON Schema, what Kubernetes' own definitions need."""
   types = schema.get("type", ())

@@ -317,6 +317,28 @@ def test_nothing_to_patch(tmp_path, series, capsys):
   assert "there are no patches for victom; needed: one of victim. Fix: write victim." in refused(capsys, "check", "victom")
 
 
+def test_a_root_that_is_none(tmp_path, series, capsys, monkeypatch):
+  monkeypatch.setenv("HOME", str(tmp_path))
+  for root, said in (("", "''"), ("x" * 5000, "xxx"), ("~", "~"), ("no\nsuch", "no such")):
+    assert f"no victim in {said}" in refused(capsys, "check", "--root", root)
+  write_release(tmp_path, "1.0")
+  run("check", "--root", "~")
+  assert "list with --root; needed: an action that looks at a tree." in refused(capsys, "list", "--root", tmp_path)
+
+
+def test_a_package_named_twice_counts_once(tree, capsys):
+  run("check", "victim", "victim", "--root", tree)
+  assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_a_file_that_cannot_be_read(tree, capsys, monkeypatch):
+  def unreadable(path):
+    raise PermissionError(13, "Permission denied", str(path))
+
+  monkeypatch.setattr(patches.Path, "read_bytes", lambda path: unreadable(path) if path.name == "a.py" else path.open("rb").read())
+  assert "victim/a.py cannot be read (Permission denied)" in refused(capsys, "check", "--root", tree)
+
+
 def test_the_root_may_be_the_package_itself(tree):
   assert patches.find("victim", str(package(tree))) == package(tree).parent
 
