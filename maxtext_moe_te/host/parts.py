@@ -188,7 +188,7 @@ def bootstrapping(options: MoeTeOptions):
     def maybe_bootstrap_te_moe(config, mesh, shaped_batch):
       if not rules_from_config.is_moe(config):
         return original(config, mesh, shaped_batch)
-      _bootstrap(options, config, mesh)
+      bootstrap(options, config, mesh)
       return None
 
     return maybe_bootstrap_te_moe
@@ -202,8 +202,7 @@ def bootstrapping_before_state(options: MoeTeOptions):
   def replace(original):
     @functools.wraps(original)
     def setup_training_state(data_iterator, config, mesh, *args, **kwargs):
-      if rules_from_config.is_moe(config):
-        _bootstrap(options, config, mesh)
+      bootstrap(options, config, mesh)
       return original(data_iterator, config, mesh, *args, **kwargs)
 
     return setup_training_state
@@ -211,11 +210,11 @@ def bootstrapping_before_state(options: MoeTeOptions):
   return replace
 
 
-def _bootstrap(options, config, mesh):
+def bootstrap(options: MoeTeOptions, config, mesh) -> None:
   """Makes the NCCL EP group if the run will use one."""
   ranks = mesh.shape.get("expert", 1)
-  device = mesh.devices.flat[0]
-  if options.transport not in ("auto", "nccl_ep") or ranks == 1 or device.platform == "cpu":
+  on_cpu = mesh.devices.flat[0].platform == "cpu"
+  if options.transport not in ("auto", "nccl_ep") or ranks == 1 or on_cpu or not rules_from_config.is_moe(config):
     return
   group = ep_group(options, config, dict(mesh.shape))
   try:
@@ -247,8 +246,12 @@ def ep_group(options: MoeTeOptions, config, axis_sizes: dict[str, int]) -> nccl_
   )
 
 
-def _check_nccl_ep(config, group):
-  versions.check("transformer-engine")
+def check_ep_group(config, group: nccl_ep.Bootstrap) -> None:
+  """Refuses a model or a shape that NCCL EP cannot serve, whatever the machine.
+
+  Raises:
+    RefusedError: with the change that makes it possible.
+  """
   if jnp.dtype(config.dtype) != jnp.bfloat16:
     raise RefusedError(found=f"dtype={config.dtype} with NCCL EP", needed="dtype=bfloat16", fix="set moe_te.transport=xla")
   if config.use_random_routing or config.decoder_block.value == "deepseek4":
@@ -264,5 +267,10 @@ def _check_nccl_ep(config, group):
         fix="set moe_te.transport=xla",
     )
   group.check()
+
+
+def _check_nccl_ep(config, group):
+  check_ep_group(config, group)
+  versions.check("transformer-engine")
   nccl_ep.check_local_devices()
   te_runtime.prepare_nccl_ep()

@@ -24,7 +24,8 @@ from maxtext.optimizers import optimizers
 from maxtext.trainers.pre_train import train
 from maxtext.utils import max_utils, maxtext_utils, model_creation_utils, sharding
 
-from maxtext_moe_te.host import seams
+from maxtext_moe_te import versions
+from maxtext_moe_te.host import parts, seams
 from maxtext_moe_te.settings.config import MoeTeOptions
 from maxtext_moe_te.settings.overlay import Overlay
 
@@ -143,7 +144,8 @@ def build(
     with _domains_by_id(per_domain), max_utils.maybe_get_transformer_engine_context(config):
       axis_types = (AxisType.Auto,) * len(config.mesh_axes)
       mesh = Mesh(maxtext_utils.create_device_mesh(config, devices), config.mesh_axes, axis_types=axis_types)
-      max_utils.maybe_bootstrap_te_moe(config, mesh, maxtext_utils.get_shaped_batch(config))
+      if options.enabled:
+        parts.bootstrap(options, config, mesh)
       make, state, shardings = _state(config, mesh, keep_gradients)
     graph = nnx.split(nnx.eval_shape(make))[0]
     data_sharding = sharding.get_input_data_sharding(config, mesh)
@@ -168,7 +170,8 @@ def build(
 def _state(config, mesh, keep_gradients):
   """(function that makes the train state, its shapes, its shardings), as MaxText's trainers have them."""
   make_model, model = model_creation_utils.create_nnx_abstract_model(config, mesh)
-  optimizer = optimizers.get_optimizer(config, maxtext_utils.create_learning_rate_schedule(config), model, mesh=mesh)
+  of_mesh = {} if versions.maxtext_before("0.2.5") else {"mesh": mesh}
+  optimizer = optimizers.get_optimizer(config, maxtext_utils.create_learning_rate_schedule(config), model, **of_mesh)
   if keep_gradients:
     optimizer = optax.chain(optax.GradientTransformation(lambda params: _Gradients(params), _keep), optimizer)
 

@@ -82,3 +82,11 @@ def test_a_finite_capacity_is_checked(tmp_path):
   words = [*MIXTRAL, "ici_expert_parallelism=4", "ici_fsdp_parallelism=2"]
   with pytest.raises(CapacityError, match="the step's update was not applied"):
     helpers.train(tmp_path, words, options=MoeTeOptions(capacity_factor=1.0))
+
+
+def test_a_step_is_built(tmp_path):
+  from maxtext_moe_te.host import step
+
+  built = step.build(helpers.tiny_run(tmp_path, [*MIXTRAL, *DATA8]), options=MoeTeOptions(offload=("query_proj",)))
+  assert built.named_bytes["query_proj"] > 0
+  assert built.lowered.as_text()

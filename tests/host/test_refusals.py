@@ -94,6 +94,25 @@ def test_a_dense_model_is_never_refused(config, monkeypatch):
   seams.check_config(config)
 
 
+@pytest.mark.parametrize(
+  ("values", "text"),
+  [
+    (dict(dtype="float32"), "dtype=float32 with NCCL EP"),
+    (dict(mlp_bias=True), "expert biases with NCCL EP"),
+    (dict(use_random_routing=True), "a router that may name an expert twice, with NCCL EP"),
+    (dict(num_experts=6), "num_experts=6 with NCCL EP; needed: a multiple of 4"),
+    ({}, None),
+  ],
+)
+def test_what_nccl_ep_cannot_serve(config, monkeypatch, values, text):
+  from maxtext_moe_te.host import parts
+
+  for key, value in {"dtype": "bfloat16", **values}.items():
+    monkeypatch.setitem(config._flat_config, key, value)
+  with contextlib.nullcontext() if text is None else pytest.raises(RefusedError, match=text):
+    parts.check_ep_group(config, parts.ep_group(MoeTeOptions(), config, {"expert": 2}))
+
+
 def layer_error(batch=8, options=None, **settings):
   """What the layer says when it is called."""
   config = helpers.maxtext_config("mixtral-8x7b", **settings)
