@@ -10,9 +10,10 @@ import pytest
 
 from maxtext_moe_te.errors import OptionError, OverlayError
 from maxtext_moe_te.settings.config import MoeTeOptions
+from maxtext_moe_te.settings.overlay import Overlay
 from maxtext_moe_te.settings.xla_flags import Names
 from maxtext_moe_te.tools import deep, doctor
-from maxtext_moe_te.tools.doctor import checks, facts, probes
+from maxtext_moe_te.tools.doctor import checks, facts, probes, resolve
 from maxtext_moe_te.tools.doctor.facts import Gpu, Job, Library, Machine
 
 GIB = 2**30
@@ -79,6 +80,7 @@ def test_a_healthy_machine_and_job_have_no_findings():
   assert said() == []
 
 
+LARGE = {"emb_dim": 4096, "moe_mlp_dim": 1536}  # fits without Adam's moments
 E, W, N = checks.ERROR, checks.WARNING, checks.NOTE
 CASES = {
   # packages
@@ -124,6 +126,12 @@ CASES = {
     "the loader finds /usr/lib/libcublasLt.so.12 and /opt/lib/libcublasLt.so.13",
   ),
   "te missing": (machine({"transformer-engine": None, "transformer-engine-jax": None}), JOB, E, "Transformer Engine is not installed"),
+  "te missing, its router asked for": (
+    machine({"transformer-engine": None, "transformer-engine-jax": None}),
+    job(options={"experts": "auto", "router": "te"}),
+    E,
+    "Transformer Engine is not installed",
+  ),
   "te version": (
     machine({"transformer-engine": "2.18.0", "transformer-engine-jax": "2.18.0", "transformer-engine-cu13": "2.18.0"}),
     JOB,
@@ -177,6 +185,12 @@ CASES = {
     E,
     "cuBLAS 13.2.0 at run time; needed: 13.4.0 or newer for this GPU",
   ),
+  "cuBLAS old, MXFP8": (
+    machine(libraries={"libcublasLt.so.13": Library(path=LIB, version=130200)}, gpus=(B200,) * 8),
+    job(options={"experts": "auto", "recipe": "mxfp8"}),
+    E,
+    "cuBLAS 13.2.0 at run time; needed: 13.3.0 or newer for this GPU",
+  ),
   "cuBLAS corrupts": (
     machine(libraries={"libcublasLt.so.13": Library(path=LIB, version=130700)}),
     JOB,
@@ -193,6 +207,12 @@ CASES = {
   "NCCL old": (
     machine(libraries={"libnccl.so.2": Library(path=LIB, version=23007)}, nccl_headers=23007),
     JOB,
+    W,
+    "NCCL 2.30.7 at run time; needed: 2.32.3 or newer for NCCL EP",
+  ),
+  "NCCL old, NCCL EP asked for": (
+    machine(libraries={"libnccl.so.2": Library(path=LIB, version=23007)}, nccl_headers=23007),
+    job(options={"transport": "nccl_ep"}),
     E,
     "NCCL 2.30.7 at run time; needed: 2.32.3 or newer for NCCL EP",
   ),
@@ -232,6 +252,7 @@ CASES = {
   "NCCL headers differ": (machine(nccl_headers=23007), JOB, W, "headers of NCCL 2.30.7 beside NCCL 2.32.3"),
   "no NCCL headers": (machine(nccl_headers=None), job(options={"transport": "nccl_ep"}), E, "no NCCL headers beside NCCL 2.32.3; needed"),
   "cache not writable": (machine(jit_cache=False), JOB, W, "NCCL EP's kernel cache cannot be written"),
+  "peer access off in the overlay": (MACHINE, job(variables={"NCCL_P2P_DISABLE": "1"}), E, "NCCL_P2P_DISABLE=1 with NCCL EP"),
   "no peer access": (machine(no_peer_access=((0, 4), (1, 5))), JOB, E, "GPUs 0-4, 1-5 have no peer-to-peer access"),
   "peer access off": (machine(variables={"NCCL_P2P_DISABLE": "1"}), JOB, E, "NCCL_P2P_DISABLE=1 with NCCL EP"),
   "experts across domains": (
@@ -254,13 +275,18 @@ CASES = {
     "8 GPUs in one process with jax 0.11.1",
   ),
   "one process for a node": (MACHINE, job(processes_per_node=1), W, "1 processes for 8 GPUs of a node; needed: one process per GPU"),
-  "experts not a multiple of 4": (
-    MACHINE,
-    job({"num_experts": 6}, axes={"expert": 2, "fsdp": 4}),
+  "a model that NCCL EP cannot serve": (
+    machine(nvcc=None),
+    job({"nccl_ep_refused": dict(found="a", needed="b", fix="c")}),
     W,
-    "num_experts=6 with NCCL EP; needed: a multiple",
+    "a; the run takes XLA's slower collectives; needed: b. Fix: c.",
   ),
-  "float32 with NCCL EP": (MACHINE, job({"dtype": "float32"}), W, "dtype=float32 with NCCL EP; needed: dtype=bfloat16"),
+  "a model that NCCL EP cannot serve, asked for": (
+    MACHINE,
+    job({"nccl_ep_refused": dict(found="a", needed="b", fix="c")}, {"transport": "nccl_ep"}),
+    E,
+    "a; needed: b. Fix: c.",
+  ),
   "many tokens": (MACHINE, job({"max_target_length": 4096}), N, "16384 tokens per rank with NCCL EP; needed: 8,192"),
   # mesh
   "mesh and GPUs": (
@@ -269,7 +295,6 @@ CASES = {
     E,
     "a mesh of 16 devices (fsdp 4 x expert 4) on 1 x 8 = 8 GPUs; needed: as many devices as GPUs. Fix: set ici_fsdp_parallelism=-1",
   ),
-  "experts and axis": (MACHINE, job({"num_experts": 60}, axes={"expert": 8, "fsdp": 1}), E, "num_experts=60 on an expert axis of 8"),
   "heads and tensor axis": (
     MACHINE,
     job(axes={"tensor": 8, "fsdp": 1, "expert": 1}),
@@ -282,16 +307,26 @@ CASES = {
     E,
     "a batch of 12 sequences over 8 devices (fsdp 2 x expert 4); needed: a multiple of 8",
   ),
+  "batch without an expert axis": (
+    MACHINE,
+    job({"micro_batch_size_to_train_on": 4}, axes={"fsdp": 8, "expert": 1}),
+    W,
+    "a batch of 4 sequences over 8 devices (fsdp 8): some compute the same; needed: a multiple of 8",
+  ),
   "latent rank and 1,024 GPUs": (
     machine(gpus=(B200,) * 8),
     job(
-      {"attention_type": "mla", "kv_lora_rank": 512, "micro_batch_size_to_train_on": 1024},
+      {
+        "attention_type": "mla", "kv_lora_rank": 512, "micro_batch_size_to_train_on": 1024,
+        "lora_axes": {"kv_lora": {"fsdp": 128, "expert": 8}, "q_lora": {}},
+      },
       axes={"fsdp": 128, "expert": 8},
       nodes=128,
       nvlink_domain=64,
     ),
     E,
-    "kv_lora_rank=512 split over fsdp x expert = 1024; needed: a divisor of 512, or another rule. Fix: add logical_axis_rules=[['kv_lora',",
+    "kv_lora_rank=512 split over fsdp 128 x expert 8 = 1024; needed: a divisor of 512, or another rule. Fix: add "
+    "logical_axis_rules=[['kv_lora',",
   ),
   "dcn split solved": (
     machine(gpus=(B200,) * 4),
@@ -347,15 +382,9 @@ CASES = {
     "/dev/shm of 64 MiB, Docker's default; needed: 1 GiB or more",
   ),
   "the run's own refusal": (MACHINE, job(refused=dict(found="a", needed="b", fix="c")), E, "a; needed: b. Fix: c."),
+  "experts do not fit with Adam's moments": (MACHINE, job(LARGE), E, "alone take 162.0 GiB of each GPU, XLA's pool is 119.8 GiB"),
   # combinations
   "packing": (MACHINE, job({"packing": True}), E, "attention=cudnn_flash_te with packing and no max_segments_per_seq"),
-  "delayed scaling": (
-    MACHINE,
-    job({"quantization": "te_fp8_delayedscaling", "gradient_accumulation_steps": 2}),
-    E,
-    "quantization=te_fp8_delayedscaling with gradient_accumulation_steps=2; needed: a recipe without state. Fix: set "
-    "quantization=te_fp8_currentscaling",
-  ),
   "bfloat16 weights": (MACHINE, job({"weight_dtype": "bfloat16"}), N, "weight_dtype=bfloat16: small updates of weights are rounded away"),
   "collectives captured": (
     MACHINE,
@@ -456,6 +485,42 @@ CASES = {
     "XLA reads nothing from there on: CUBLAS",
   ),
 }
+
+
+QUIET = {
+  "an overlay's variable": (
+    machine(gpus=(B200,) * 8),
+    job(
+      {"micro_batch_size_to_train_on": 256}, variables={"NCCL_MNNVL_ENABLE": "0"}, axes={"fsdp": 1, "expert": 64}, nodes=8, nvlink_domain=72
+    ),
+    "44 ranks",
+  ),
+  "MaxText's own layer makes no NCCL EP group": (machine(nvcc=None), job(options={"enabled": False}), "nvcc"),
+  "a dense model on an expert axis": (machine(nvcc=None), job({"num_experts": 1}), "nvcc"),
+  "a refused group wants no compiler": (
+    machine(nvcc=None),
+    job({"nccl_ep_refused": dict(found="a", needed="b", fix="c")}),
+    "nvcc",
+  ),
+  "another rule for the latent rank": (
+    MACHINE,
+    job({"attention_type": "mla", "kv_lora_rank": 512, "lora_axes": {"kv_lora": {"fsdp": 128}}}, axes={"fsdp": 128, "expert": 8}),
+    "kv_lora_rank",
+  ),
+  "another machine has Transformer Engine": (
+    MACHINE,
+    job(refused=dict(found="moe_te.experts=te, and transformer-engine is not installed", needed="b", fix="c")),
+    "not installed",
+  ),
+  "moments on the host": (MACHINE, job({**LARGE, "optimizer_memory_host_offload": True}), "weights and optimizer state"),
+  "no moments": (MACHINE, job({**LARGE, "opt_type": "sgd"}), "weights and optimizer state"),
+}
+
+
+@pytest.mark.parametrize("case", QUIET)
+def test_no_finding(case):
+  of_machine, of_job, text = QUIET[case]
+  assert not [message for _, message in said(of_machine, of_job) if text in message]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -571,6 +636,15 @@ def test_ranks_meet_in_a_folder(tmp_path, monkeypatch):
 # Probes
 
 
+def test_expert_parallelism_is_tried_where_a_job_has_it(monkeypatch):
+  tried = []
+  monkeypatch.setattr(probes, "_start", lambda name, ranks, one_gpu: (tried.append(name), ({"refused": ""}, None))[1])
+  for of_job, expected in ((JOB, True), (Job(), True), (job(axes={"expert": 1, "fsdp": 8}), False)):
+    tried.clear()
+    probes.run(MACHINE, of_job)
+    assert ("expert-parallel" in tried) == expected and {"offload", "grouped-gemm"} <= set(tried)
+
+
 @pytest.mark.parametrize(
   ("name", "result", "failure", "severity", "text"),
   [
@@ -580,6 +654,7 @@ def test_ranks_meet_in_a_folder(tmp_path, monkeypatch):
     ("offload", {"equal": True, "error": 0.0}, None, None, None),
     ("offload", {"equal": False, "error": 770.0}, None, E, "is not that of saved ones: relative error 7.7e+02; needed: the same bits"),
     ("expert-parallel", None, "was killed by signal 6: jit", E, "a trial of NCCL EP's dispatch and combine was killed by signal 6: jit"),
+    ("expert-parallel", {"refused": "no nvcc"}, None, W, "NCCL EP's dispatch and combine was not tried: no nvcc"),
     ("expert-parallel", {"error": 0.5}, None, E, "NCCL EP's dispatch and combine is off by 5.0e-01"),
   ],
 )
@@ -687,6 +762,27 @@ def test_a_job_is_resolved_by_maxtext():
   assert "job: mixtral-8x7b on 1 x 4 GPUs" in out
   assert "num_experts=8 on an expert axis of 3" in out
   assert seconds < 90  # 9 s of one core
+
+
+def test_a_rule_splits_over_axes_larger_than_1():
+  rules = [["q_lora", ["fsdp"]], ["kv_lora", ["fsdp", "context", "expert"]], ["kv_lora", ["expert"]]]
+  assert resolve.split(rules, "kv_lora", {"fsdp": 4, "context": 1, "expert": 2}) == {"fsdp": 4, "expert": 2}
+  assert resolve.split(rules, "embed", {"fsdp": 4}) == {}
+
+
+def test_an_overlay_may_split_over_domains(monkeypatch):
+  asked = {}
+
+  def run(command, **kwargs):
+    asked.update(json.loads(kwargs["input"]))
+    return subprocess.CompletedProcess(command, 0, 'ANSWER {"config": {}, "refused": null}', "")
+
+  monkeypatch.setattr(doctor.subprocess, "run", run)
+  of_job = Job(nodes=4, gpus_per_node=4, nvlink_domain=8)
+  doctor.ask_maxtext(["base.yml"], "x", Overlay(("x",), maxtext={"dcn_fsdp_parallelism": 2}), MoeTeOptions(), of_job)
+  assert (asked["domains"], asked["per_domain"]) == (2, 8)
+  doctor.ask_maxtext(["base.yml"], "x", Overlay(("x",), maxtext={"dcn_fsdp_parallelism": 1}), MoeTeOptions(), of_job)
+  assert (asked["domains"], asked["per_domain"]) == (1, 16)
 
 
 def test_gradients_that_differ_are_named():

@@ -160,7 +160,7 @@ def read_job(words: list[str], machine: facts.Machine, args) -> tuple[facts.Job,
     return job, resolved
   if not rest or not rest[0].endswith(".yml"):
     rest = resolved["words"] = [str(_base_yml()), *rest]
-  answer = resolve(rest, spec or "", options, job)
+  answer = ask_maxtext(rest, spec or "", asked.overlay, options, job)
   config = answer["config"]
   return dataclasses.replace(job, config=config, refused=answer["refused"], offloaded_bytes=offloaded_bytes(config, job)), resolved
 
@@ -172,13 +172,13 @@ def _base_yml():
   return Path(next(iter(found.submodule_search_locations))) / "configs" / "base.yml"
 
 
-def resolve(words: list[str], overlay: str, options: MoeTeOptions, job: facts.Job) -> dict:
+def ask_maxtext(words: list[str], spec: str, overlay: overlays.Overlay, options: MoeTeOptions, job: facts.Job) -> dict:
   """What MaxText makes of the words, in a process of its own: {"config", "refused"}."""
-  request = {"words": words, "overlay": overlay, "options": options.as_dict(), "domains": 1, "per_domain": job.gpus}
+  request = {"words": words, "overlay": spec, "options": options.as_dict(), "domains": 1, "per_domain": job.gpus}
   environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "DECOUPLE_GCLOUD": "TRUE", hook.VARIABLE: ""}
   command = [sys.executable, "-m", "maxtext_moe_te.tools.doctor.resolve"]
-  given = dict(word.split("=", 1) for word in words if "=" in word)
-  if any(name.startswith("dcn_") and value not in ("1", "-1") for name, value in given.items()):
+  given = {**overlay.maxtext, **dict(word.split("=", 1) for word in words if "=" in word)}
+  if any(name.startswith("dcn_") and str(value) not in ("1", "-1") for name, value in given.items()):
     request |= {"domains": max(job.gpus // job.domain, 1), "per_domain": job.domain}
   try:
     done = subprocess.run(command, input=json.dumps(request), env=environment, capture_output=True, text=True, timeout=RESOLVE_TIMEOUT_S)

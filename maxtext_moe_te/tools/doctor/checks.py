@@ -169,10 +169,20 @@ def two_cudas(machine, job):
     )
 
 
+def _asks_te_experts(job):
+  """Whether the options name Transformer Engine's grouped GEMM, so that the run has no other way."""
+  return job.options.get("enabled", True) and (job.options.get("experts") == "te" or job.options.get("recipe") == "mxfp8")
+
+
+def _asks_te(job):
+  """Whether the options name any part of Transformer Engine."""
+  others = job.options.get("router") == "te" or job.options.get("transport") == "nccl_ep"
+  return _asks_te_experts(job) or (others and job.options.get("enabled", True))
+
+
 def _wants_te(machine, job):
   """Whether the run would use Transformer Engine's kernels here: asked for, or chosen by itself on such a GPU."""
-  asked = job.options.get("experts") == "te" or job.options.get("recipe") == "mxfp8" or job.options.get("transport") == "nccl_ep"
-  return asked or (job.options.get("experts", "auto") == "auto" and bool(machine.gpus) and job.options.get("enabled", True))
+  return _asks_te(job) or (job.options.get("experts", "auto") == "auto" and bool(machine.gpus) and job.options.get("enabled", True))
 
 
 @check
@@ -181,8 +191,7 @@ def transformer_engine(machine, job):
   supported = versions.SUPPORTED["transformer-engine"]
   if found is None:
     if _wants_te(machine, job):
-      asked = job.options.get("experts") == "te" or job.options.get("transport") == "nccl_ep" or job.options.get("recipe") == "mxfp8"
-      yield (_error if asked else _warning)(
+      yield (_error if _asks_te(job) else _warning)(
         "Transformer Engine is not installed",
         f"transformer-engine{supported.versions}; without it expert products are slower",
         "pip install 'maxtext-moe-te[gpu]'",
@@ -283,7 +292,7 @@ def cublas(machine, job):
   if library is None or not library.version:
     yield _error("no libcublasLt.so.13 on the loader's path", "cuBLAS 13.4 or newer", "pip install 'nvidia-cublas>=13.8.1'", "grouped GEMM")
     return
-  make = _error if job.options.get("experts") == "te" else _warning  # `auto` takes ragged_dot instead
+  make = _error if _asks_te_experts(job) else _warning  # `auto` takes ragged_dot instead
   yield from _asked(
     lambda: te_runtime.check_grouped_gemm(machine.capability, library.version),
     "Transformer Engine 2.20's cublaslt_grouped_gemm.cu; 13.2: https://github.com/NVIDIA/TransformerEngine/issues/2765",
@@ -306,7 +315,8 @@ def nccl(machine, job):
   if machine.gpus and job.gpus > 1 and library is None:
     yield _error("no libnccl.so.2", "NCCL for more than one GPU", "pip install 'nvidia-nccl-cu13>=2.32.3'", "XLA loads it at run time")
   if job.expert_parallel and library and library.version:
-    yield from _asked(lambda: te_runtime.check_nccl(library.version), "NCCL EP 0.2.0 compares with the version it was built with, 2.32.3")
+    source = "NCCL EP 0.2.0 compares with the version it was built with, 2.32.3"
+    yield from _asked(lambda: te_runtime.check_nccl(library.version), source, _ep_severity(job))
 
 
 # GPUs
@@ -314,13 +324,14 @@ def nccl(machine, job):
 
 @check
 def gpus(machine, job):
-  hidden = machine.variables.get("CUDA_VISIBLE_DEVICES")
+  variables = {**machine.variables, **job.variables}
+  hidden = variables.get("CUDA_VISIBLE_DEVICES")
   wants = str(job.config.get("hardware", "")).startswith("gpu")
   if hidden is not None and hidden.strip() in ("", "-1") and machine.gpus:
     yield _error(
       f"CUDA_VISIBLE_DEVICES={hidden!r} hides the {len(machine.gpus)} GPUs", "the GPUs visible", "unset CUDA_VISIBLE_DEVICES", "CUDA"
     )
-  platforms = machine.variables.get("JAX_PLATFORMS", "")
+  platforms = variables.get("JAX_PLATFORMS", "")
   if machine.gpus and wants and platforms and "cuda" not in platforms and "gpu" not in platforms:
     yield _error(f"JAX_PLATFORMS={platforms} with hardware={job.config['hardware']}", "JAX on the GPUs", "unset JAX_PLATFORMS", "JAX")
   if not machine.gpus:
@@ -385,13 +396,22 @@ def recipes(machine, job):
 _COMPILES = "a compiler: NCCL EP compiles its kernels at the first start"
 
 
+def _ep_severity(job):
+  """Where NCCL EP cannot be had, `auto` takes XLA's collectives instead."""
+  return _error if job.options.get("transport") == "nccl_ep" else _warning
+
+
 @check
 def expert_parallel(machine, job):
-  if not job.expert_parallel or not (machine.gpus or str(job.config.get("hardware", "")).startswith("gpu")):
+  if not job.wants_expert_parallel or not (machine.gpus or str(job.config.get("hardware", "")).startswith("gpu")):
     return
-  ranks = job.axis("expert")
-  make = _error if job.options.get("transport") == "nccl_ep" else _warning  # `auto` takes XLA's collectives instead
+  ranks, variables = job.axis("expert"), {**machine.variables, **job.variables}
+  make = _ep_severity(job)
   instead = "" if make is _error else "; the run takes XLA's slower collectives"
+  refused = job.config.get("nccl_ep_refused")
+  if refused:  # nothing of the machine changes that
+    yield make(f"{refused['found']}{instead}", refused["needed"], refused["fix"], "the run's own check")
+    return
   if machine.nvcc is None:
     yield make(f"no nvcc{instead}", _COMPILES, "pip install nvidia-cuda-nvcc", "NCCL EP 0.2.0")
   if machine.gxx is None:
@@ -417,7 +437,7 @@ def expert_parallel(machine, job):
     yield _error(
       f"GPUs {pairs} have no peer-to-peer access", "NVLink or PCIe peer access for NCCL EP", "set moe_te.transport=xla", "nvidia-smi topo"
     )
-  if machine.variables.get("NCCL_P2P_DISABLE") == "1":
+  if variables.get("NCCL_P2P_DISABLE") == "1":
     yield _error("NCCL_P2P_DISABLE=1 with NCCL EP", "peer access", "unset NCCL_P2P_DISABLE", "NCCL EP reads peers' memory over NVLink")
   if ranks > job.domain:
     yield _warning(
@@ -426,7 +446,7 @@ def expert_parallel(machine, job):
       f"set ici_expert_parallelism={math.gcd(ranks, job.domain)}, or NCCL_GIN_TYPE=3",
       "NCCL EP 0.1.0's notes: [HT GIN] internode requires GIN",
     )
-  if ranks >= 44 and machine.variables.get("NCCL_MNNVL_ENABLE") != "0":
+  if min(ranks, job.domain) >= 44 and variables.get("NCCL_MNNVL_ENABLE") != "0":
     yield _warning(
       f"an expert axis of {ranks}: NCCL was seen to crash with 44 ranks or more of one NVLink rack",
       "NCCL_MNNVL_ENABLE=0, or fewer ranks",
@@ -448,8 +468,6 @@ def expert_parallel(machine, job):
       "start one process per GPU",
       "https://github.com/marin-community/marin/issues/7344",
     )
-  for rule in _group_limits(job):
-    yield make(*rule, "NCCL EP 0.1.0: nccl_ep.cc")
   tokens = _tokens_per_rank(job)
   if tokens > 8192:
     yield _note(
@@ -458,28 +476,6 @@ def expert_parallel(machine, job):
       "lower per_device_batch_size if it fails",
       "https://github.com/NVIDIA/nccl-extensions RELEASE.md",
     )
-
-
-def _group_limits(job):
-  """(found, needed, fix) of what an NCCL EP group cannot be; the same rules as `Bootstrap.check`, which is asked when it is made."""
-  config, ranks = job.config, job.axis("expert")
-  if not config.get("num_experts"):
-    return
-  from maxtext_moe_te.moe.transport.nccl_ep import Bootstrap
-
-  group = Bootstrap(
-    num_experts=config["num_experts"],
-    experts_per_token=config["num_experts_per_tok"],
-    ranks=ranks,
-    max_tokens_per_rank=_tokens_per_rank(job),
-    width=_width(job),
-  )
-  try:
-    group.check()
-  except MoeTeError as error:
-    yield error.found, error.needed, error.fix
-  if config.get("dtype") not in (None, "bfloat16"):
-    yield f"dtype={config['dtype']} with NCCL EP", "dtype=bfloat16", "set dtype=bfloat16, or moe_te.transport=xla"
 
 
 def _width(job):
@@ -509,14 +505,6 @@ def mesh(machine, job):
       f"set ici_fsdp_parallelism=-1, which takes what the other axes leave, or multiply to {job.gpus}",
       "MaxText: create_device_mesh",
     )
-  experts = job.config.get("num_experts", 1)
-  if experts > 1 and experts % job.axis("expert"):
-    yield _error(
-      f"num_experts={experts} on an expert axis of {job.axis('expert')}",
-      "as many experts on every rank",
-      f"set ici_expert_parallelism={math.gcd(experts, job.axis('expert'))}",
-      "rules_from_config.check_mesh",
-    )
   tensor = job.axis("tensor") * job.axis("tensor_sequence")
   heads = job.config.get("num_kv_heads", tensor)
   if tensor > 1 and heads % tensor:
@@ -529,19 +517,19 @@ def mesh(machine, job):
   split = math.prod(job.axis(axis) for axis in ("data", "fsdp", "fsdp_transpose", "expert"))
   batch = job.config.get("micro_batch_size_to_train_on", split)
   if batch % split:
-    yield _error(
-      f"a batch of {batch} sequences over {split} devices ({_axes(sizes)})",
+    # Without an expert axis MaxText and the layer leave the batch whole on devices that do not divide it.
+    alone = job.axis("expert") == 1
+    yield (_warning if alone else _error)(
+      f"a batch of {batch} sequences over {split} devices ({_axes(sizes)}){': some compute the same' if alone else ''}",
       f"a multiple of {split}",
       f"set per_device_batch_size so that it times {job.gpus} devices is a multiple of {split}",
       "MaxText's activation_batch rule",
     )
-  sharded = job.axis("fsdp") * job.axis("expert")
-  for key in ("kv_lora_rank", "q_lora_rank"):
-    rank = job.config.get(key, 0)
-    if rank and job.config.get("attention_type") == "mla" and rank % sharded:
-      name = key.removesuffix("_rank")
+  for name, axes in job.config.get("lora_axes", {}).items():
+    rank, devices = job.config.get(f"{name}_rank", 0), math.prod(axes.values())
+    if rank and job.config.get("attention_type") == "mla" and rank % devices:
       yield _error(
-        f"{key}={rank} split over fsdp x expert = {sharded}",
+        f"{name}_rank={rank} split over {_axes(axes)} = {devices}",
         f"a divisor of {rank}, or another rule",
         f"add logical_axis_rules=[['{name}',['fsdp']]] if {job.axis('fsdp')} divides it, or fewer fsdp",
         "compiled for 1,024 GB300: IndivisibleError",
@@ -601,7 +589,7 @@ def memory(machine, job):
       f"weights and optimizer state of the experts alone take {_gib(least)} of each GPU, XLA's pool is {_gib(fraction * have)}",
       "a model that fits",
       "use more GPUs on fsdp and expert, weight_dtype=bfloat16 mu_dtype=bfloat16, or fewer layers",
-      "arithmetic: weights, gradients and two moments, split over fsdp x expert x tensor",
+      "arithmetic: weights and Adam's two moments, split over fsdp x expert x tensor",
     )
   if job.expert_parallel:
     outside = ep_buffer_bytes(job)
@@ -638,16 +626,20 @@ def _fraction(job):
 
 
 def least_state_bytes(job: Job) -> int:
-  """Bytes per GPU of the experts' weights, their gradients and two moments; less than the state that a run holds."""
+  """Bytes per GPU of the experts' weights and Adam's two moments of them; less than what a run holds there."""
   config = job.config
   layers = config["num_decoder_layers"] - config.get("first_num_dense_layers", 0)
-  if config.get("decoder_block") not in ("deepseek", "mixtral", "qwen3_moe", "gpt_oss"):
+  block = config.get("decoder_block")
+  if block not in ("deepseek", "mixtral", "qwen3_moe", "gpt_oss") or config.get("parameter_memory_host_offload"):
     return 0  # others have no experts in every layer
-  elements = layers * config["num_experts"] * 3 * _width(job) * config["moe_mlp_dim"]
+  elements = layers * config["num_experts"] * 3 * _width(job) * config["mlp_dim" if block in ("mixtral", "gpt_oss") else "moe_mlp_dim"]
   weight = 2 if config.get("weight_dtype") == "bfloat16" else 4
-  moment = 2 if config.get("mu_dtype") == "bfloat16" else weight
+  moments = weight + (2 if config.get("mu_dtype") == "bfloat16" else weight)  # mu_dtype is the first one's
+  elsewhere = config.get("shard_optimizer_over_data") or config.get("optimizer_memory_host_offload")
+  if config.get("opt_type", "adamw") not in ("adamw", "adam_pax") or elsewhere:
+    moments = 0
   split = math.prod(job.axis(axis) for axis in ("fsdp", "fsdp_transpose", "expert", "tensor"))
-  return elements * (weight + 2 * moment) // split
+  return elements * (weight + moments) // split
 
 
 def receive_rows(job: Job) -> int:
@@ -704,8 +696,8 @@ def host_memory(machine, job):
 
 @check
 def refused(machine, job):
-  twice = "transformer-engine is not installed"  # said already
-  if job.refused and not (twice in job.refused["found"] and "transformer-engine" not in machine.packages):
+  elsewhere = "transformer-engine is not installed"  # of the installation that resolved the job; `transformer_engine` judges the machine's
+  if job.refused and elsewhere not in job.refused["found"]:
     yield _error(job.refused["found"], job.refused["needed"], job.refused["fix"], "the run's own check")
 
 
@@ -715,18 +707,13 @@ def refused(machine, job):
 @check
 def combinations(machine, job):
   config, options = job.config, job.options
-  flags = dict(xla_flags.parse(job.xla_flags)) if not job.xla_flags or job.xla_flags.startswith("-") else {}
+  flags = dict(xla_flags.parse(job.xla_flags))
   captured = str(flags.get("xla_gpu_enable_command_buffer") or "").upper().strip("'\"").split(",")
   rows = (
     (
       config.get("attention") == "cudnn_flash_te" and config.get("packing") is True and config.get("max_segments_per_seq", -1) <= 0,
       _error, "attention=cudnn_flash_te with packing and no max_segments_per_seq", "one of the two",
       "set packing=false, or max_segments_per_seq", "measured with MaxText 0.2.5",
-    ),
-    (
-      config.get("quantization") == "te_fp8_delayedscaling" and config.get("gradient_accumulation_steps", 1) > 1,
-      _error, f"quantization=te_fp8_delayedscaling with gradient_accumulation_steps={config.get('gradient_accumulation_steps')}",
-      "a recipe without state", "set quantization=te_fp8_currentscaling", "MaxText: types.py",
     ),
     (
       config.get("weight_dtype") == "bfloat16" and bool(config.get("num_experts")),
@@ -756,7 +743,7 @@ def combinations(machine, job):
       "more than one domain, or nothing", "remove them", "https://github.com/openxla/xla/pull/47091",
     ),
     (
-      xla_flags.is_multi_stream(flags) and flags.get(xla_flags.SCHEDULER, "false") in ("false", "0") and xla_flags.SCHEDULER not in options,
+      xla_flags.is_multi_stream(flags) and flags.get(xla_flags.SCHEDULER, "false") in ("false", "0"),
       _warning, "multi-stream flags without xla_gpu_enable_latency_hiding_scheduler: nothing is scheduled to overlap", "the scheduler on",
       f"add {xla_flags.SCHEDULER}=true", "compiled with 0.11.2",
     ),

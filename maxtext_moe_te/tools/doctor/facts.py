@@ -144,9 +144,15 @@ class Job:
     return self.config.get("axis_sizes", {}).get(name, 1)
 
   @property
+  def wants_expert_parallel(self) -> bool:
+    """Whether the run would try to make an NCCL EP group."""
+    ours = self.options.get("enabled", True) and self.options.get("transport", "auto") in ("auto", "nccl_ep")
+    return ours and self.axis("expert") > 1 and self.config.get("num_experts", 1) > 1
+
+  @property
   def expert_parallel(self) -> bool:
-    """Whether the run would make an NCCL EP group."""
-    return self.axis("expert") > 1 and self.options.get("transport", "auto") in ("auto", "nccl_ep")
+    """Whether it would make one, given a machine that can."""
+    return self.wants_expert_parallel and not self.config.get("nccl_ep_refused")
 
 
 def machine_from(data: dict) -> Machine:

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 
+from maxtext_moe_te.errors import MoeTeError
 from maxtext_moe_te.tools.doctor.checks import ERROR, WARNING, Finding
 
 TIMEOUT_S = 150
@@ -26,7 +27,8 @@ def run(machine, job) -> tuple[dict, list[Finding]]:
   wanted = {"offload": 1}
   if "transformer-engine" in machine.packages and machine.capability.split(".")[0] in ("9", "10", "11"):
     wanted["grouped-gemm"] = 1
-    wanted["expert-parallel"] = 2
+    if job.expert_parallel or not job.config:
+      wanted["expert-parallel"] = 2
   results, findings = {}, []
   for name, ranks in wanted.items():
     results[name], failure = _start(name, ranks, one_gpu=len(machine.gpus) < ranks)
@@ -47,7 +49,9 @@ def _start(name, ranks, *, one_gpu):
   processes = [
     subprocess.Popen(
       [*command, str(rank), str(ranks), str(port), str(int(one_gpu))],
-      env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+      env=environment, text=True,
+      # Only the first is read: a pipe that nobody reads would stop a talkative rank (NCCL_DEBUG=INFO).
+      stdout=subprocess.DEVNULL if rank else subprocess.PIPE, stderr=subprocess.DEVNULL if rank else subprocess.PIPE,
     )
     for rank in range(ranks)
   ]  # fmt: skip
@@ -80,6 +84,8 @@ def judge(name: str, result: dict | None, failure: str | None, capability: str) 
   ]
   if result is None:
     return make(ERROR, f"a trial of {what[0]} {failure}", "a trial that ends", what[1])
+  if "refused" in result:  # before the kernel was called: a run with `auto` does without it
+    return make(WARNING, f"{what[0]} was not tried: {result['refused']}", "what it asks for", what[1])
   if name == "offload":
     if not result["equal"]:
       return make(ERROR, f"{what[0]} is not that of saved ones: relative error {result['error']:.1e}", "the same bits", what[1])
@@ -157,16 +163,17 @@ def expert_parallel(rank: int, ranks: int, port: int, one_gpu: bool) -> dict:
   """How far tokens that are dispatched, weighted with weights that add up to 1, and combined, are from themselves."""
   import jax
 
+  from maxtext_moe_te.moe import te_runtime
+
+  te_runtime.prepare_nccl_ep()  # refuses on every rank, before they wait for each other
   jax.distributed.initialize(f"127.0.0.1:{port}", ranks, rank, local_device_ids=[0 if one_gpu else rank])
   import jax.numpy as jnp
   import numpy as np
   from jax.sharding import Mesh, NamedSharding
   from jax.sharding import PartitionSpec as P
 
-  from maxtext_moe_te.moe import te_runtime
   from maxtext_moe_te.moe.transport import nccl_ep
 
-  te_runtime.prepare_nccl_ep()
   tokens, width, experts, k = 256, 512, 4 * ranks, 2
   mesh = Mesh(np.array(jax.devices()), ("expert",))
   group = nccl_ep.Bootstrap(num_experts=experts, experts_per_token=k, ranks=ranks, max_tokens_per_rank=tokens, width=width)
@@ -197,8 +204,17 @@ def expert_parallel(rank: int, ranks: int, port: int, one_gpu: bool) -> dict:
   return {}
 
 
+def main(name: str, rank: str = "0", ranks: str = "1", port: str = "0", one_gpu: str = "1") -> None:
+  """One process of a probe; rank 0 prints its result."""
+  try:
+    if name == "expert-parallel":
+      expert_parallel(int(rank), int(ranks), int(port), one_gpu == "1")
+      return
+    result = {"grouped-gemm": grouped_gemm, "offload": offload}[name]()
+  except MoeTeError as error:
+    result = {"refused": error.found}
+  print("RESULT", json.dumps(result), flush=True)
+
+
 if __name__ == "__main__":
-  if sys.argv[1] == "expert-parallel":
-    expert_parallel(*map(int, sys.argv[2:5]), sys.argv[5] == "1")
-  else:
-    print("RESULT", json.dumps({"grouped-gemm": grouped_gemm, "offload": offload}[sys.argv[1]]()), flush=True)
+  main(*sys.argv[1:])

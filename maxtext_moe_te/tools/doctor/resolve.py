@@ -11,11 +11,10 @@ from maxtext_moe_te.errors import MoeTeError
 # What the checks ask for.
 KEYS = (
   "model_name", "hardware", "dtype", "weight_dtype", "attention", "attention_type", "packing", "max_segments_per_seq", "quantization",
-  "num_experts", "num_experts_per_tok", "emb_dim", "moe_mlp_dim", "mlp_dim", "num_decoder_layers", "first_num_dense_layers", "vocab_size",
-  "num_query_heads", "num_kv_heads", "head_dim", "kv_lora_rank", "q_lora_rank", "max_target_length", "per_device_batch_size",
-  "micro_batch_size_to_train_on", "gradient_accumulation_steps", "scan_layers", "remat_policy", "tensors_to_offload", "eval_interval",
-  "use_random_routing", "mlp_bias", "moe_expert_input_dim", "num_slices", "compile_xla_flags", "qk_nope_head_dim", "qk_rope_head_dim",
-  "v_head_dim", "enable_goodput_recording", "mu_dtype", "steps",
+  "num_experts", "num_experts_per_tok", "emb_dim", "moe_mlp_dim", "mlp_dim", "num_decoder_layers", "first_num_dense_layers",
+  "num_query_heads", "num_kv_heads", "head_dim", "kv_lora_rank", "q_lora_rank", "max_target_length", "micro_batch_size_to_train_on",
+  "scan_layers", "tensors_to_offload", "moe_expert_input_dim", "num_slices", "compile_xla_flags", "qk_nope_head_dim", "qk_rope_head_dim",
+  "v_head_dim", "mu_dtype", "opt_type", "shard_optimizer_over_data", "optimizer_memory_host_offload", "parameter_memory_host_offload",
 )  # fmt: skip
 
 
@@ -25,7 +24,7 @@ def main() -> int:
   from maxtext.configs import pyconfig
 
   from maxtext_moe_te import versions
-  from maxtext_moe_te.host import checks, configuration, parts, patching, remat
+  from maxtext_moe_te.host import checks, configuration, parts, patching, remat, rules_from_config
   from maxtext_moe_te.settings import overlay as overlays
   from maxtext_moe_te.settings.config import MoeTeOptions
 
@@ -41,19 +40,43 @@ def main() -> int:
     with patching.apply_all(seams, host_version=version, accept_unknown=options.unknown_host):
       config = pyconfig.initialize(["maxtext-moe-te", *words])
     answer["config"] = {key: plain(getattr(config, key)) for key in KEYS if hasattr(config, key)}
-    answer["config"]["axis_sizes"] = checks.axis_sizes(config)
+    sizes = answer["config"]["axis_sizes"] = checks.axis_sizes(config)
     answer["config"]["decoder_block"] = plain(config.decoder_block)
+    answer["config"]["lora_axes"] = {name: split(config.logical_axis_rules, name, sizes) for name in ("kv_lora", "q_lora")}
     if options.enabled:
-      parts.check_options(options)
       checks.check_config(config, options)
     remat.check(options, config)
+    if options.enabled and rules_from_config.is_moe(config):
+      answer["config"]["nccl_ep_refused"] = refusal(lambda: parts.check_ep_group(config, parts.ep_group(options, config, sizes)))
+    if options.enabled:
+      parts.check_options(options)  # last: of what is installed here, which may not be where the job runs
   except MoeTeError as error:
-    answer["refused"] = {"found": error.found, "needed": error.needed, "fix": error.fix}
+    answer["refused"] = fields(error)
   except Exception as error:  # MaxText's own refusal: shown as it is
     text = " ".join(str(error).split())
     answer["refused"] = {"found": f"MaxText refuses the configuration: {text[:600]}", "needed": "another", "fix": "change what it names"}
   print("ANSWER", json.dumps(answer))
   return 0
+
+
+def fields(error: MoeTeError) -> dict[str, str]:
+  """The three parts of an error."""
+  return {"found": error.found, "needed": error.needed, "fix": error.fix}
+
+
+def refusal(call) -> dict[str, str] | None:
+  """What a check that raises says, or None."""
+  try:
+    call()
+  except MoeTeError as error:
+    return fields(error)
+  return None
+
+
+def split(rules, name: str, sizes: dict[str, int]) -> dict[str, int]:
+  """The mesh axes larger than 1 over which the first of MaxText's logical axis rules for `name` splits a dim, and their sizes."""
+  axes = next((axes for logical, axes in rules if logical == name), ()) or ()
+  return {axis: sizes[axis] for axis in ([axes] if isinstance(axes, str) else axes) if sizes.get(axis, 1) > 1}
 
 
 def plain(value):
