@@ -428,7 +428,7 @@ def _malformed(name, value, names):
   elif flag.type in _INTEGERS:
     bound = _INTEGERS[flag.type]
     low = -bound if flag.minimum is None else flag.minimum
-    if not re.fullmatch(r"[-+]?[0-9]+", value) or not low <= int(value) < bound:
+    if not re.fullmatch(r"[-+]?[0-9]{1,99}", value) or not low <= int(value) < bound:
       needed = f"a whole number from {low} to {bound - 1}" if flag.minimum is not None else f"a whole number that fits {flag.type}"
   elif flag.type in ("list", "choice"):
     words = [word.strip() for word in value.split(",")] if flag.type == "list" else [value]
@@ -477,7 +477,7 @@ def _halves(values):
   """Settings that do nothing, or run one after the other what was to overlap, without their other half."""
   streams = _is_true(values.get(MULTI_STREAMING, "false"))
   limit = values.get(OVERLAP_LIMIT) or "1"
-  several = re.fullmatch(r"\+?[0-9]+", limit) is not None and int(limit) >= 2
+  several = re.fullmatch(r"\+?[0-9]{1,99}", limit) is not None and int(limit) >= 2
   if streams != several:
     have, lack = (MULTI_STREAMING, f"--{OVERLAP_LIMIT}=2") if streams else (OVERLAP_LIMIT, f"--{MULTI_STREAMING}=true")
     yield Finding(

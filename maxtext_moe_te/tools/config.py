@@ -22,6 +22,7 @@ from maxtext_moe_te.tools import files
 _WORDS = "what MaxText takes, with overlay=NAME|PATH[,…] and moe_te.OPTION=VALUE among it"
 _EVERY_RUN = ("base.yml", "MaxText's default", "MaxText derives it", "default")  # shown with --all
 _SECTIONS = ("maxtext", "moe_te", "env", "xla_flags")
+MOST_WIDTH = 60
 
 
 def main(words: list[str]) -> int:
@@ -226,5 +227,6 @@ def _shown(value):
 
 
 def _aligned(rows):
-  widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+  """Lines with their cells in columns; a cell longer than `MOST_WIDTH` moves those after it in its line alone."""
+  widths = [max((len(cell) for cell in column if len(cell) <= MOST_WIDTH), default=0) for column in zip(*rows)]
   return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

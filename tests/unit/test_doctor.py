@@ -756,11 +756,12 @@ def test_wrong_words():
 @pytest.mark.host
 def test_a_job_is_resolved_by_maxtext():
   status, out, err, seconds = call(
-    "--gpus-per-node", "4", "model_name=mixtral-8x7b", "ici_expert_parallelism=3", "moe_te.experts=ragged_dot"
+    "--gpus-per-node", "4", "model_name=deepseek3-671b-batchsplit", "ici_expert_parallelism=3", "moe_te.experts=te"
   )
   assert status == 1, out + err
-  assert "job: mixtral-8x7b on 1 x 4 GPUs" in out
-  assert "num_experts=8 on an expert axis of 3" in out
+  assert "job: deepseek3-671b-batchsplit on 1 x 4 GPUs" in out
+  assert "num_experts=256 on an expert axis of 3" in out
+  assert "error: use_batch_split_schedule=true, a schedule that never calls" in out, "whatever else is missing here"
   assert seconds < 90  # 9 s of one core
 
 
