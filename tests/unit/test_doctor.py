@@ -753,6 +753,14 @@ def test_wrong_words():
   assert status == 2 and "--deep without a job" in err
 
 
+def test_without_maxtext_the_machine_is_judged_all_the_same(monkeypatch, capsys):
+  monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+  monkeypatch.setattr(doctor.facts, "gather", lambda: machine(packages={"maxtext": None}))
+  assert doctor.main(["overlay=te-moe-bf16", "--deep", "--no-probes"]) == 1
+  out = capsys.readouterr().out
+  assert out.count("MaxText is not installed") == 1 and "error: MaxText is not installed; needed: maxtext>=" in out
+
+
 @pytest.mark.host
 def test_a_job_is_resolved_by_maxtext():
   status, out, err, seconds = call(
@@ -760,7 +768,7 @@ def test_a_job_is_resolved_by_maxtext():
   )
   assert status == 1, out + err
   assert "job: deepseek3-671b-batchsplit on 1 x 4 GPUs" in out
-  assert "num_experts=256 on an expert axis of 3" in out
+  assert "a mesh of 3 devices (expert 3) on 1 x 4 = 4 GPUs" in out
   assert "error: use_batch_split_schedule=true, a schedule that never calls" in out, "whatever else is missing here"
   assert seconds < 90  # 9 s of one core
 

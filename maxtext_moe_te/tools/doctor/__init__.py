@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from maxtext_moe_te import __version__, hook
+from maxtext_moe_te import __version__, hook, versions
 from maxtext_moe_te.errors import MoeTeError, OptionError
 from maxtext_moe_te.settings import overlay as overlays
 from maxtext_moe_te.settings import words as our_words
@@ -158,18 +158,15 @@ def read_job(words: list[str], machine: facts.Machine, args) -> tuple[facts.Job,
   resolved = {"words": rest, "overlay": spec or "", "options": asked.given}
   if not rest and not spec:
     return job, resolved
+  found = importlib.util.find_spec("maxtext")
+  if found is None:
+    return dataclasses.replace(job, refused=_not_asked("is not installed", f"pip install 'maxtext{versions.MAXTEXT}'")["refused"]), resolved
   if not rest or not rest[0].endswith(".yml"):
-    rest = resolved["words"] = [str(_base_yml()), *rest]
+    base = Path(next(iter(found.submodule_search_locations))) / "configs" / "base.yml"
+    rest = resolved["words"] = [str(base), *rest]
   answer = ask_maxtext(rest, spec or "", asked.overlay, options, job)
   config = answer["config"]
   return dataclasses.replace(job, config=config, refused=answer["refused"], offloaded_bytes=offloaded_bytes(config, job)), resolved
-
-
-def _base_yml():
-  found = importlib.util.find_spec("maxtext")
-  if found is None:
-    raise OptionError(found="MaxText is not installed", needed="it, to resolve the job", fix="pip install maxtext==0.2.5")
-  return Path(next(iter(found.submodule_search_locations))) / "configs" / "base.yml"
 
 
 def ask_maxtext(words: list[str], spec: str, overlay: overlays.Overlay, options: MoeTeOptions, job: facts.Job) -> dict:
