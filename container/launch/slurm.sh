@@ -14,7 +14,7 @@
 #
 #   IMAGE=… OUTPUT=/shared/runs sbatch --nodes=16 slurm.sh model_name=deepseek3-671b overlay=deepseek3-671b-te-gb300 …
 #
-# What follows the script's name goes to MaxText; a YAML of yours comes first. Five minutes before the time limit the run saves a
+# What follows the script's name goes to MaxText; a YAML of yours comes first. RUN_NAME names the run; without it the job's name does. Five minutes before the time limit the run saves a
 # checkpoint, and the job is queued again and goes on from there.
 : "${IMAGE:?the image as enroot names it, registry#name:tag or a .sqsh file}"
 : "${OUTPUT:?a folder that all nodes share, for checkpoints and logs}"

@@ -152,7 +152,7 @@ class Folder:
 
     Args:
       wanted: this run's configuration.
-      fresh: delete an earlier demo's files first; no other file is ever deleted.
+      fresh: delete an earlier demo's files first, as is done with one that has no checkpoint; no other file is ever deleted.
 
     Raises:
       OptionError: the folder cannot be written, holds other things, holds another run, or is in use.
@@ -186,9 +186,14 @@ class Folder:
     if fresh:
       self._clear()
     if self.configuration.exists():
-      self._compare(wanted)
-    else:
-      self.configuration.write_text(json.dumps(wanted, indent=2) + "\n")
+      try:
+        self._compare(wanted)
+        return
+      except OptionError:
+        if self.checkpoint() is not None:
+          raise
+        self._clear()  # stopped before its first checkpoint, or refused: there is nothing to resume
+    self.configuration.write_text(json.dumps(wanted, indent=2) + "\n")
 
   def _check_path(self):
     special = sorted(set(str(self.root)) & set("*?[]{};,'\"$#\\\n"))

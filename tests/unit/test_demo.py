@@ -231,6 +231,17 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
   assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+def test_a_demo_without_a_checkpoint_gives_way(tmp_path):
+  folder = demo.Folder(tmp_path)
+  with folder.open({"words": ["moe_te.experts=x"]}, fresh=False):
+    folder.log.write_text("refused")
+  with folder.open({"words": []}, fresh=False):
+    assert not folder.log.exists()
+    (folder.run / "checkpoints" / "5").mkdir(parents=True)
+  with pytest.raises(errors.OptionError, match="holds a demo with words"), folder.open({"words": ["steps"]}, fresh=False):
+    pass
+
+
 def test_metrics_of_a_repeated_step_and_of_a_cut_line(tmp_path):
   folder = demo.Folder(tmp_path)
   folder.metrics.write_text('{"step": 0.0, "x": 1}\n{"step": 1.0, "x": 2}\n{"step": 1.0, "x": 3}\n{"step": 2.0, "x"')
