@@ -17,6 +17,8 @@ def check_config(config, options: MoeTeOptions = MoeTeOptions()) -> None:
     sizes = axis_sizes(config)
     rules_from_config.check_mesh(config, sizes)
     parts.check_transport(options, sizes.get("expert", 1))
+    logits_dtype = "float32" if config.float32_gate_logits else config.dtype
+    parts.check_router(options, rules_from_config.router_rule(config), logits_dtype)
     overflow.check(options, config)
 
 

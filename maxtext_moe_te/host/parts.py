@@ -15,6 +15,7 @@ from maxtext_moe_te.host import rules_from_config
 from maxtext_moe_te.moe import routing, te_router, te_runtime
 from maxtext_moe_te.moe.block import GROUPED_MATMULS, LayerSpec, Layout, Parts
 from maxtext_moe_te.moe.experts import te
+from maxtext_moe_te.moe.rules import RouterRule
 from maxtext_moe_te.moe.transport import nccl_ep
 from maxtext_moe_te.moe.transport.local import LocalTransport
 from maxtext_moe_te.moe.transport.xla import XlaTransport
@@ -81,17 +82,26 @@ def check_options(options: MoeTeOptions) -> None:
 
 def _router(options, device, spec, logits_dtype) -> tuple[str, str]:
   """(name, reason in brackets or nothing)."""
+  check_router(options, spec.router, logits_dtype, of_device="a CPU" if device.platform == "cpu" else "")
   if options.router != "te":
     return "jax", ""
-  reason = te_router.reason_against(spec.router, logits_dtype) or ("a CPU" if device.platform == "cpu" else "")
+  versions.check("transformer-engine")
+  return "te", ""
+
+
+def check_router(options: MoeTeOptions, rule: RouterRule, logits_dtype, of_device: str = "") -> None:
+  """Refuses `router=te` for a rule that it does not compute exactly, or for what is said against the device.
+
+  Raises:
+    RefusedError: with the reason.
+  """
+  reason = (te_router.reason_against(rule, logits_dtype) or of_device) if options.router == "te" else ""
   if reason:
     raise RefusedError(
-        found=f"moe_te.router=te for the rule ({spec.router}): {reason}",
+        found=f"moe_te.router=te for the rule ({rule}): {reason}",
         needed="a rule that Transformer Engine's router computes exactly, on an NVIDIA GPU",
         fix="set moe_te.router=auto",
     )
-  versions.check("transformer-engine")
-  return "te", ""
 
 
 def _experts(options, device, spec) -> tuple[str, str]:

@@ -73,13 +73,22 @@ class Step:
       return lowered.compile(compiler_options=options)
 
   @functools.cached_property
-  def named_bytes(self) -> dict[str, int]:
-    """Bytes of each named tensor of the forward pass, per device and over all layers."""
+  def _named(self):
     with self._active(), self.context():
       jaxpr = jax.make_jaxpr(self._loss)(self.state, self.batch).jaxpr
+    return list(_named_tensors(jaxpr, 1, self.mesh.devices.size))
+
+  @property
+  def named_bytes(self) -> dict[str, int]:
+    """Bytes of each named tensor of the forward pass, per device and over all layers."""
     totals = {}
-    _count_names(jaxpr, 1, self.mesh.devices.size, totals)
+    for names, size in self._named:
+      totals[names[-1]] = totals.get(names[-1], 0) + size
     return totals
+
+  def bytes_of(self, names) -> int:
+    """Bytes of the tensors that have any of `names`, each counted once: the MoE layer's first product has two."""
+    return sum(size for own, size in self._named if own[-1] in names and not set(own[:-1]) & set(names))
 
   def random_batch(self, seed: int):
     """A batch of uniformly random tokens without padding."""
@@ -204,24 +213,25 @@ def gradients(state) -> dict[str, np.ndarray]:
   }
 
 
-def _count_names(jaxpr, trips, devices, totals):
-  """Adds up the bytes of what `checkpoint_name` names, per device.
+def _named_tensors(jaxpr, trips, devices):
+  """Yields what `checkpoint_name` names: (its names so far, the new one last; bytes per device).
 
   Inside a shard_map shapes are a device's own; elsewhere activations are taken to be split over all devices, as MaxText's rules
   mean them to be.
   """
+  names_of = {}
   for equation in jaxpr.eqns:
     if equation.primitive.name == "name":
-      aval = equation.outvars[0].aval
-      size = trips * math.prod(aval.shape) * aval.dtype.itemsize // devices
-      totals[equation.params["name"]] = totals.get(equation.params["name"], 0) + size
+      (tensor,), (named,) = equation.invars, equation.outvars
+      names_of[named] = (*names_of.get(tensor, ()), equation.params["name"])
+      yield names_of[named], trips * math.prod(named.aval.shape) * named.aval.dtype.itemsize // devices
     inner_trips = trips * equation.params["length"] if equation.primitive.name == "scan" else trips
     inner_devices = 1 if equation.primitive.name == "shard_map" else devices
     for value in equation.params.values():
       for inner in value if isinstance(value, tuple | list) else (value,):
         inner = getattr(inner, "jaxpr", inner)
         if hasattr(inner, "eqns"):
-          _count_names(inner, inner_trips, inner_devices, totals)
+          yield from _named_tensors(inner, inner_trips, inner_devices)
 
 
 @contextlib.contextmanager

@@ -55,7 +55,8 @@ def compile_step(request: Request, *, timeout_s: int = 1800) -> dict:
   """Compiles the step without offload, with it, and with each profile besides.
 
   Returns:
-    dict: gpu, devices, layers, names, expected_host_bytes, and variants: name to what `_figures` gives.
+    dict: gpu, devices, layers, names, asked (whether the run itself offloads them), expected_host_bytes, and variants: name to what
+      `_figures` gives. Where the run offloads nothing and `OFFLOAD` is refused, names is empty and no_offload says why.
 
   Raises:
     MoeTeError: what refuses the run, or this machine.
@@ -75,7 +76,7 @@ def compile_step(request: Request, *, timeout_s: int = 1800) -> dict:
       )
     except subprocess.TimeoutExpired as error:
       raise RefusedError(
-        found=f"the compilation had not ended after {timeout_s} s", needed="more time", fix="give --timeout more seconds"
+        found=f"the compilation had not ended after {timeout_s} s", needed="a smaller one", fix="give --topology fewer devices"
       ) from error
     answer = pathlib.Path(folder) / "answer.json"
     if not answer.exists():
@@ -112,33 +113,46 @@ def _compile(request, folder):
 
   overlay = overlays.load(request.overlay) if request.overlay else None
   options = MoeTeOptions.from_mapping(overlay.moe_te, request.overlay) if overlay else MoeTeOptions()
-  options = options.replace_from(request.options, "the command line").replace_from({"xla_profile": ""}, "here")
+  options = options.replace_from(request.options, "the command line")
+  own_profile, options = ",".join(options.xla_profile), options.replace_from({"xla_profile": ""}, "here")
   given = dict(word.split("=", 1) for word in request.words if "=" in word)
   words = [*request.words, *STANDING, f"base_output_directory={folder}"]
   if not given.get("hardware", "").startswith("gpu"):
     words.append("hardware=gpu")
-  if given.get("scan_layers", "true").lower() == "false":
-    words.append(f"base_num_decoder_layers={min(int(given.get('base_num_decoder_layers', UNSCANNED_LAYERS)), UNSCANNED_LAYERS)}")
   build = lambda words, options: steps.build(
     words, overlay=overlay, options=options, devices=devices, domains=int(request.topology.split("x")[0])
   )
 
-  with_offload = build(words, options.replace_from({"offload": list(options.offload or OFFLOAD)}, "here"))
-  names = tuple(options.offload or OFFLOAD)
-  on_device = ["remat_policy=custom", *(f"{name}=device" for name in names)]
-  without = build([*words, *on_device], options.replace_from({"offload": ""}, "here"))
+  step = build(words, options)
+  if not step.config.scan_layers and step.config.num_decoder_layers > UNSCANNED_LAYERS:
+    words.append(f"base_num_decoder_layers={UNSCANNED_LAYERS}")
+    step = build(words, options)
+  names, why_not = tuple(step.config.tensors_to_offload or ()), ""
+  asked = bool(names)
+  if not asked:
+    try:
+      step, names = build(words, options.replace_from({"offload": list(OFFLOAD)}, "here")), OFFLOAD
+    except MoeTeError as error:
+      why_not = error.found
   flags = {} if overlay is None else dict(overlay.xla_flags)
   flags |= {"xla_gpu_autotune_level": 0, "xla_gpu_enable_cub_radix_sort": capability < 100, "xla_dump_hlo_as_text": True}
-  variants = {"device": (without, {}), "offload": (with_offload, {})}
-  variants |= {name: (with_offload, xla_flags.profile(name)) for name in request.profiles}
+  variants = {"offload" if names else "device": (step, {})}
+  if names:
+    on_device = ["remat_policy=custom", *(f"{name}=device" for name in names)]
+    variants = {"device": (build([*words, *on_device], options.replace_from({"offload": ""}, "here")), {}), **variants}
+  # The run's own profile too, where profiles are compared at all.
+  profiles = dict.fromkeys((own_profile, *request.profiles) if request.profiles and own_profile else request.profiles)
+  variants |= {name: (step, xla_flags.profile(name)) for name in profiles}
   answer = {
     "gpu": devices[0].device_kind,
     "devices": len(devices),
-    "mesh": {axis: size for axis, size in with_offload.mesh.shape.items() if size > 1},
-    "layers": with_offload.config.num_decoder_layers,
-    "attention": str(with_offload.config.attention),
+    "mesh": {axis: size for axis, size in step.mesh.shape.items() if size > 1},
+    "layers": step.config.num_decoder_layers,
+    "attention": str(step.config.attention),
     "names": names,
-    "expected_host_bytes": sum(with_offload.named_bytes[name] for name in names),
+    "asked": asked,
+    "no_offload": why_not,
+    "expected_host_bytes": step.bytes_of(names),
     "device_memory_bytes": described.memory_bytes(described.target(request.gpu)),
     "variants": {},
   }
@@ -172,16 +186,21 @@ def findings(result: dict) -> list[Finding]:
   """What of the result would hurt a run."""
   source = f"compiled for {result['devices']} {result['gpu']}"
   make = lambda severity, found, needed, fix: Finding(severity=severity, found=found, needed=needed, fix=fix, source=source)
-  offload, expected = result["variants"]["offload"], result["expected_host_bytes"]
+  run, expected = "offload" if result["names"] else "device", result["expected_host_bytes"]
+  offload = result["variants"][run]
   found, mib = [], 2**20
-  if not expected or abs(offload["host_bytes"] / expected - 1) > HOST_BYTES_TOLERANCE:
+  if not result["names"]:
+    fix = "set moe_te.offload to tensors of this model, if memory is short"
+    found.append(make(NOTE, f"no offload was compiled: {result['no_offload']}", "nothing", fix))
+  elif not expected or abs(offload["host_bytes"] / expected - 1) > HOST_BYTES_TOLERANCE:
     found.append(
       make(
-        ERROR,
+        ERROR if result["asked"] else WARNING,
         f"offload of {', '.join(result['names'])} puts {offload['host_bytes'] / mib:,.1f} MiB into host memory and {expected / mib:,.1f} "
         "MiB were expected",
         "every layer's tensors there",
-        "look for a scan of length 1, whose tensors XLA keeps on the device",
+        "look for a scan of length 1, whose tensors XLA keeps on the device, and for a tensor that the backward pass does not read, "
+        "such as moe_mlpwo",
       )
     )
   if offload["remat_instructions"]:
@@ -198,7 +217,7 @@ def findings(result: dict) -> list[Finding]:
     if figures["device_peak_bytes"] > result["device_memory_bytes"]:
       found.append(
         make(
-          ERROR if name == "offload" else WARNING,
+          ERROR if name == run else WARNING,
           f"the step needs {figures['device_peak_bytes'] / 2**30:,.1f} GiB ({name}) and the GPU has "
           f"{result['device_memory_bytes'] / 2**30:,.1f}",
           "a step that fits",
@@ -231,14 +250,17 @@ def findings(result: dict) -> list[Finding]:
 def text(result: dict) -> str:
   """The result for a terminal."""
   variants, expected, mib = result["variants"], result["expected_host_bytes"], 2**20
-  device, offload = variants["device"], variants["offload"]
-  saved = device["device_temporary_bytes"] - offload["device_temporary_bytes"]
   mesh = " x ".join(f"{axis} {size}" for axis, size in result["mesh"].items()) or "one device"
   lines = [
     f"compiled for {result['devices']} {result['gpu']}, {mesh}, {result['layers']} layers, attention={result['attention']}",
-    f"offload of {', '.join(result['names'])}: {offload['host_bytes'] / mib:,.1f} MiB in host memory of each GPU's process, "
-    f"{expected / mib:,.1f} MiB expected ({ratio(offload['host_bytes'], expected)}); device memory {saved / mib:+,.1f} MiB saved",
   ]
+  if result["names"]:
+    device, offload = variants["device"], variants["offload"]
+    saved = device["device_temporary_bytes"] - offload["device_temporary_bytes"]
+    lines.append(
+      f"offload of {', '.join(result['names'])}: {offload['host_bytes'] / mib:,.1f} MiB in host memory of each GPU's process, "
+      f"{expected / mib:,.1f} MiB expected ({ratio(offload['host_bytes'], expected)}); device memory {saved / mib:+,.1f} MiB saved"
+    )
   for name, figures in variants.items():
     overlap = figures["streams"]
     lines.append(

@@ -6,6 +6,7 @@ are cut, and all devices are put on the axis fsdp. On a CPU the two programs are
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from maxtext_moe_te.tools import deep
 from maxtext_moe_te.tools.doctor.checks import ERROR, Finding
 
 STEPS = 2
+LAYERS = 12  # whole periods of every model's pattern, and scans longer than 1
 REDUCED = dict(
   override_model_config="true", base_emb_dim=512, base_mlp_dim=512, base_moe_mlp_dim=256, vocab_size=1024, max_target_length=512,
   per_device_batch_size=1, use_iota_embed="true",  # a lookup's gradient adds up in no fixed order
@@ -75,6 +77,7 @@ def main() -> dict:
   """The checking process: a request from standard input, {names, arrays, differ, host_bytes, platform} after the word RESULT."""
   request = deep.Request(**json.load(sys.stdin))
   import jax
+  from maxtext.configs import types
 
   from maxtext_moe_te.host import step as steps
   from maxtext_moe_te.settings import overlay as overlays
@@ -87,8 +90,8 @@ def main() -> dict:
   gpu = jax.default_backend() == "gpu"
   with tempfile.TemporaryDirectory() as folder:
     words = [*request.words, *deep.STANDING, f"base_output_directory={folder}", *(f"{key}={value}" for key, value in REDUCED.items())]
-    words += [f"{kind}_{axis}_parallelism=1" for kind in ("ici", "dcn") for axis in ("data", "tensor", "expert", "context")]
-    words += ["ici_fsdp_parallelism=-1", "dcn_fsdp_parallelism=1", f"base_num_decoder_layers={request.layers or 6}"]
+    words += [f"{key}=1" for key in types.MaxTextConfig.model_fields if re.fullmatch("(ici|dcn)_[a-z_]+_parallelism", key)]
+    words += ["ici_fsdp_parallelism=-1", f"base_num_decoder_layers={request.layers or LAYERS}"]
     words += [] if gpu else ["hardware=cpu", "attention=dot_product"]
     results = []
     for offload in (names, ()):

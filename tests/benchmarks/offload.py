@@ -71,7 +71,7 @@ def run(variant: str, args, reference: list[dict] | None) -> tuple[dict, list[di
   start = time.perf_counter()
   compiled = step.compile((gradients.DETERMINISTIC if args.deterministic else {}) | {"xla_gpu_autotune_level": args.autotune_level})
   figures = {"compile_s": round(time.perf_counter() - start, 1)} | memory_of(compiled)
-  figures["expected_host_bytes"] = sum(step.named_bytes[name] for name in NAMES)
+  figures["expected_host_bytes"] = step.bytes_of(NAMES)
   if reference is None:
     reference = []
     figures["losses"], _ = trained(variant, args, step, compiled, lambda i, found: reference.append(found) or [])

@@ -60,10 +60,13 @@ def test_each_name_is_moved_to_the_host(tmp_path):
 
 
 def test_bytes_of_a_name(tmp_path):
-  named = built(tmp_path, [*BLOCKS["mixtral"], "base_num_kv_heads=2"]).named_bytes
+  step = built(tmp_path, [*BLOCKS["mixtral"], "base_num_kv_heads=2"])
+  named = step.named_bytes
   tokens, layers, devices = 8 * 32, 2, 8
   assert named["query_proj"] == tokens * 4 * 16 * 4 * layers // devices
   assert named["value_proj"] == tokens * 2 * 16 * 4 * layers // devices
+  assert step.bytes_of(("mlpwi_0", "moe_mlpwi_0")) == named["mlpwi_0"] == named["moe_mlpwi_0"], "one tensor with two names"
+  assert step.bytes_of(("query_proj", "value_proj")) == named["query_proj"] + named["value_proj"]
   rows = tokens // devices * 2
   assert named["moe_x_sorted"] == rows * 64 * 4 * layers, "shapes in the MoE layer are a device's own"
 

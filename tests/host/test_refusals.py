@@ -94,6 +94,17 @@ def test_a_dense_model_is_never_refused(config, monkeypatch):
   seams.check_config(config)
 
 
+def test_a_router_that_is_not_exact(config, monkeypatch):
+  from maxtext_moe_te.host import seams
+
+  options = MoeTeOptions(router="te")
+  seams.check_config(config, options)
+  monkeypatch.setitem(config._flat_config, "dtype", "bfloat16")
+  with pytest.raises(RefusedError, match=r"moe_te\.router=te for the rule .*: logits in bfloat16 .* often tie"):
+    seams.check_config(config, options)
+  seams.check_config(config, MoeTeOptions())
+
+
 @pytest.mark.parametrize(
   ("values", "text"),
   [

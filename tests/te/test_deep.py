@@ -18,10 +18,29 @@ WORDS = dict(
 )  # fmt: skip
 
 
-def test_host_bytes_and_streams():
+def compiled(profiles=(), **changes):
   base = pathlib.Path(next(iter(importlib.util.find_spec("maxtext").submodule_search_locations))) / "configs" / "base.yml"
-  words = (str(base), *(f"{key}={value}" for key, value in WORDS.items()))
-  result = deep.compile_step(deep.Request(words=words, gpu="H200", topology="2x4x1", profiles=("multistream-domain",)))
+  words = (str(base), *(f"{key}={value}" for key, value in (WORDS | changes).items()))
+  return deep.compile_step(deep.Request(words=words, gpu="H200", topology="2x4x1", profiles=profiles))
+
+
+def test_tensors_that_the_run_offloads_by_itself():
+  """The first product carries two names and is moved once; what MaxText's own keys offload is what is looked at."""
+  result = compiled(remat_policy="custom", mlpwi_0="offload", moe_mlpwi_0="offload", base_num_decoder_layers=2)
+  first_product = 2 * BATCH * SEQUENCE * 2 * 512 * BFLOAT16  # layers x tokens x experts of each x width
+  assert result["asked"] and set(result["names"]) == {"mlpwi_0", "moe_mlpwi_0"}
+  assert result["expected_host_bytes"] == first_product
+  assert result["variants"]["offload"]["host_bytes"] == pytest.approx(first_product, rel=0.01)
+
+
+def test_a_policy_that_offloads_nothing():
+  result = compiled(remat_policy="minimal", base_num_decoder_layers=2)
+  assert list(result["variants"]) == ["device"] and not result["names"]
+  assert "remat_policy=minimal on the command line" in result["no_offload"]
+
+
+def test_host_bytes_and_streams():
+  result = compiled(profiles=("multistream-domain",))
   queries_and_values = LAYERS * BATCH * SEQUENCE * (HEADS + KV_HEADS) * HEAD_DIM * BFLOAT16
   variants = result["variants"]
   assert result["expected_host_bytes"] == queries_and_values

@@ -677,7 +677,8 @@ def deep_result(**changes):
   variants = {name: {**figures, "streams": dict(streams)} for name in ("device", "offload", *deep.PROFILES)}
   variants["device"] |= {"host_bytes": 0, "device_temporary_bytes": 150}
   result = dict(
-    devices=8, gpu="NVIDIA H200", mesh={"fsdp": 8}, layers=48, attention="x", names=["query_proj"], expected_host_bytes=100,
+    devices=8, gpu="NVIDIA H200", mesh={"fsdp": 8}, layers=48, attention="x", names=["query_proj"], asked=True, no_offload="",
+    expected_host_bytes=100,
     device_memory_bytes=20, variants=variants,
   )  # fmt: skip
   for path, value in changes.items():
@@ -704,6 +705,16 @@ def test_a_compiled_step_is_judged(changes, severity, text):
   assert deep.findings(deep_result()) == []
   (finding,) = deep.findings(deep_result(**changes))
   assert finding.severity == severity and text in str(finding)
+
+
+def test_offload_that_nobody_asked_for_is_no_error():
+  result = deep_result(offload__host_bytes=98) | {"asked": False}
+  assert [finding.severity for finding in deep.findings(result)] == [W]
+  result = deep_result() | {"names": [], "no_offload": "x", "expected_host_bytes": 0}
+  del result["variants"]["offload"]
+  (finding,) = deep.findings(result)
+  assert finding.severity == N and "no offload was compiled: x" in str(finding)
+  assert "MiB in host memory" not in deep.text(result)
 
 
 def test_a_compiled_step_as_text():

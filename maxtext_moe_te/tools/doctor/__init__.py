@@ -71,12 +71,14 @@ def main(words: list[str]) -> int:
     report["probes"], found = probes.run(machine, job)
     findings += found
   if (args.deep or args.verify_offload) and not job.refused:
-    report["deep"], found = _deep(resolved, job, args, machine)
+    request = _request(resolved, job, args, machine)
+    report["deep"], found = _deep(request)
     findings += found
-    if args.verify_offload and machine.gpus:
+    moved = list(report["deep"]["names"]) if report["deep"] else []
+    if args.verify_offload and machine.gpus and moved:
       from maxtext_moe_te.tools import gradients
 
-      report["gradients"], found = gradients.check(_request(resolved, job, args, machine))
+      report["gradients"], found = gradients.check(dataclasses.replace(request, options={**request.options, "offload": moved}))
       findings += found
   report["findings"] = [dataclasses.asdict(finding) for finding in findings]
   report["seconds"] = round(time.monotonic() - start, 1)
@@ -236,15 +238,10 @@ def gather_ranks(folder: Path, machine: facts.Machine, *, rank: int, count: int)
   return findings
 
 
-def _deep(resolved, job, args, machine):
+def _deep(request):
   """(result or None, findings) of a compiled step."""
   from maxtext_moe_te.tools import deep
 
-  if not resolved["words"]:
-    raise OptionError(
-      found="--deep without a job", needed="what MaxText takes", fix="add the words of the run, for example overlay=qwen3-30b-a3b-te-h200"
-    )
-  request = _request(resolved, job, args, machine)
   try:
     result = deep.compile_step(request)
   except (MoeTeError, RuntimeError) as error:
@@ -256,8 +253,11 @@ def _deep(resolved, job, args, machine):
 def _request(resolved, job, args, machine):
   from maxtext_moe_te.tools import deep
 
+  if not resolved["words"]:
+    raise OptionError(
+      found="--deep without a job", needed="what MaxText takes", fix="add the words of the run, for example overlay=qwen3-30b-a3b-te-h200"
+    )
   here = re.search(r"\b[A-Z]+[0-9]+\b", machine.gpus[0].name) if machine.gpus else None  # H100 of NVIDIA H100 80GB HBM3
-
   domains = max(job.gpus // job.domain, 1)
   return deep.Request(
     words=tuple(resolved["words"]),

@@ -16,7 +16,8 @@ from maxtext_moe_te.tools.doctor.checks import ERROR, WARNING, Finding
 
 TIMEOUT_S = 150
 EXPERTS, ROWS, WIDTH, EXPERT_WIDTH = 8, 32768, 2048, 2048
-# A third of what H200 was measured to do at such sizes, by compute capability; a shared or throttled GPU stays below.
+# By compute capability, a third of what H200 was measured to do at such sizes; Blackwell's by the ratio of the peaks, not measured. A
+# shared or throttled GPU stays below.
 LEAST_TFLOPS = {"9": 200, "10": 400}
 MOST_GEMM_ERROR = 0.02  # relative, Frobenius; bfloat16 results of float32 sums lie near 0.003
 MOST_TRANSPORT_ERROR = 0.02
