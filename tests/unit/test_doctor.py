@@ -295,6 +295,7 @@ CASES = {
     E,
     "a mesh of 16 devices (fsdp 4 x expert 4) on 1 x 8 = 8 GPUs; needed: as many devices as GPUs. Fix: set ici_fsdp_parallelism=-1",
   ),
+  "experts and axis": (MACHINE, job({"num_experts": 60}, axes={"expert": 8, "fsdp": 1}), E, "num_experts=60 on an expert axis of 8"),
   "heads and tensor axis": (
     MACHINE,
     job(axes={"tensor": 8, "fsdp": 1, "expert": 1}),
@@ -511,6 +512,11 @@ QUIET = {
     MACHINE,
     job(refused=dict(found="moe_te.experts=te, and transformer-engine is not installed", needed="b", fix="c")),
     "not installed",
+  ),
+  "said by the run's own check already": (
+    MACHINE,
+    job({"num_experts": 60}, axes={"expert": 8, "fsdp": 1}, refused=dict(found="num_experts=60 on an expert axis of 8", needed="", fix="")),
+    "as many experts on every rank",
   ),
   "moments on the host": (MACHINE, job({**LARGE, "optimizer_memory_host_offload": True}), "weights and optimizer state"),
   "no moments": (MACHINE, job({**LARGE, "opt_type": "sgd"}), "weights and optimizer state"),

@@ -505,6 +505,12 @@ def mesh(machine, job):
       f"set ici_fsdp_parallelism=-1, which takes what the other axes leave, or multiply to {job.gpus}",
       "MaxText: create_device_mesh",
     )
+  experts, ranks = job.config.get("num_experts", 1), job.axis("expert")
+  found = f"num_experts={experts} on an expert axis of {ranks}"
+  if experts > 1 and experts % ranks and not (job.refused and job.refused["found"] == found):  # the run's check stops at its first refusal
+    yield _error(
+      found, "as many experts on every rank", f"set ici_expert_parallelism={math.gcd(experts, ranks)}", "rules_from_config.check_mesh"
+    )
   tensor = job.axis("tensor") * job.axis("tensor_sequence")
   heads = job.config.get("num_kv_heads", tensor)
   if tensor > 1 and heads % tensor:
