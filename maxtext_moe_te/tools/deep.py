@@ -14,6 +14,7 @@ import sys
 import tempfile
 
 from maxtext_moe_te.errors import MoeTeError, OptionError, RefusedError
+from maxtext_moe_te.settings import xla_flags
 from maxtext_moe_te.tools import described, streams
 from maxtext_moe_te.tools.doctor.checks import ERROR, NOTE, WARNING, Finding
 
@@ -108,7 +109,6 @@ def _compile(request, folder):
     described.pretend_fused_attention()
   from maxtext_moe_te.host import step as steps
   from maxtext_moe_te.settings import overlay as overlays
-  from maxtext_moe_te.settings import xla_flags
   from maxtext_moe_te.settings.config import MoeTeOptions
 
   overlay = overlays.load(request.overlay) if request.overlay else None
@@ -235,7 +235,8 @@ def findings(result: dict) -> list[Finding]:
           f"leave {name} out, or try it for a thousand steps first",
         )
       )
-    if not figures["streams"]["overlapped"] and name not in ("device", "offload"):
+    several_streams = name not in ("device", "offload") and xla_flags.is_multi_stream(xla_flags.profile(name))
+    if several_streams and not figures["streams"]["overlapped"]:
       found.append(
         make(
           NOTE,

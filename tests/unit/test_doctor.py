@@ -713,6 +713,12 @@ def test_a_compiled_step_is_judged(changes, severity, text):
   assert finding.severity == severity and text in str(finding)
 
 
+def test_a_profile_without_streams_need_not_overlap():
+  result = deep_result(multistream_domain__overlapped=[])
+  result["variants"]["published"] = result["variants"].pop("multistream-domain")
+  assert deep.findings(result) == []
+
+
 def test_offload_that_nobody_asked_for_is_no_error():
   result = deep_result(offload__host_bytes=98) | {"asked": False}
   assert [finding.severity for finding in deep.findings(result)] == [W]
