@@ -10,10 +10,6 @@ import pathlib
 import re
 
 COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute"
-_BYTES = {
-  "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "f8e8m0fnu": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4,
-  "f32": 4, "s64": 8, "u64": 8, "f64": 8,
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,14 +20,12 @@ class Collective:
     name: its instruction, such as all-gather.53.
     computation: the computation it stands in: the entry or a loop's body.
     groups: the devices that take part together.
-    result_bytes: of its result on one device.
     in_domain: XLA has assigned it to the NVLink domain.
   """
 
   name: str
   computation: str
   groups: frozenset[frozenset[int]]
-  result_bytes: int
   in_domain: bool
 
   def shared_devices(self, other: "Collective") -> int:
@@ -103,7 +97,7 @@ def collectives(program: str) -> list[Collective]:
       computation = line.split(" ")[1 if line.startswith("ENTRY") else 0].lstrip("%")
     if "async-start(" in line:  # an asynchronous collective stands in a computation of its own
       callers[re.search(r"calls=%?([\w.-]+)", line)[1]] = computation
-    match = re.match(rf"\s+(?:ROOT )?%?(\S+) = (.*?) ({COLLECTIVES})(-start)?\(", line)
+    match = re.match(rf"\s+(?:ROOT )?%?(\S+) = .*? (?:{COLLECTIVES})(?:-start)?\(", line)
     if match:
       groups = replica_groups(line)
       if any(len(group) > 1 for group in groups):
@@ -112,23 +106,10 @@ def collectives(program: str) -> list[Collective]:
             name=match[1],
             computation=computation,
             groups=groups,
-            result_bytes=_result_bytes(match[2], start=bool(match[4])),
             in_domain="SCALE_UP" in line,
           )
         )
   return [dataclasses.replace(one, computation=callers.get(one.computation, one.computation)) for one in found]
-
-
-def _result_bytes(shape, start):
-  arrays = [_BYTES[kind] * _product(dims) for kind, dims in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape) if kind in _BYTES]
-  return sum(arrays[len(arrays) // 2 :]) if start else sum(arrays)  # an asynchronous start lists operands, then results
-
-
-def _product(dims):
-  product = 1
-  for dim in filter(None, dims.split(",")):
-    product *= int(dim)
-  return product
 
 
 def replica_groups(line: str) -> frozenset[frozenset[int]]:

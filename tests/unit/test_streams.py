@@ -86,7 +86,6 @@ def test_collectives_stand_where_they_are_started():
     "all-reduce.1": "body",
     "reduce-scatter-start.1": "main",
   }, "a collective of one device is none"
-  assert (found["all-gather.1"].result_bytes, found["reduce-scatter-start.1"].result_bytes) == (136, 8)
   assert found["all-gather.1"].shared_devices(found["all-reduce.1"]) == 1
   assert found["all-gather.1"].shared_devices(found["reduce-scatter-start.1"]) == 4
 
