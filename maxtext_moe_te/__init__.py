@@ -29,7 +29,8 @@ def activate(overlay=None, options=None):
   from maxtext_moe_te.moe import te_runtime
 
   hook.withdraw()  # who activates the plugin himself decides on the overlay
-  te_runtime.prefer_pip_cudnn(os.environ)  # before anything imports Transformer Engine
+  if options.enabled if options else (overlay.moe_te if overlay else {}).get("enabled", True):  # off is plain MaxText
+    te_runtime.prefer_pip_cudnn(os.environ)  # before anything imports Transformer Engine
   from maxtext_moe_te.host import seams  # imports MaxText and jax, so not before it is asked for
 
   return seams.activate(overlay=overlay, options=options)

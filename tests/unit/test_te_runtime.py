@@ -1,11 +1,17 @@
 """What is checked before Transformer Engine's kernels are called: versions at their floors, tools present and absent."""
 
 import os
+import sys
+import types
 
 import pytest
 
+import maxtext_moe_te
+import maxtext_moe_te.host
 from maxtext_moe_te.errors import RefusedError, VersionError
 from maxtext_moe_te.moe import te_runtime
+from maxtext_moe_te.settings.config import MoeTeOptions
+from maxtext_moe_te.settings.overlay import Overlay
 from maxtext_moe_te.tools import patches
 
 
@@ -103,6 +109,19 @@ def test_cudnn_beside_jax_comes_before_the_systems(monkeypatch, tmp_path):
   (tmp_path / "cudnn/lib/libcudnn.so.9").touch()
   assert te_runtime.prefer_pip_cudnn(environment) == tmp_path / "cudnn"
   assert environment == {"CUDNN_HOME": str(tmp_path / "cudnn")}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("by", ["options", "overlay"])
+def test_switched_off_nothing_is_set(monkeypatch, enabled, by):
+  chosen = []
+  monkeypatch.setattr(te_runtime, "prefer_pip_cudnn", chosen.append)
+  seams = types.SimpleNamespace(activate=lambda **kwargs: None)
+  monkeypatch.setitem(sys.modules, "maxtext_moe_te.host.seams", seams)
+  monkeypatch.setattr(maxtext_moe_te.host, "seams", seams, raising=False)
+  given = {"options": MoeTeOptions(enabled=enabled)} if by == "options" else {"overlay": Overlay(("x",), moe_te={"enabled": enabled})}
+  maxtext_moe_te.activate(**given)
+  assert bool(chosen) == enabled
 
 
 @pytest.mark.parametrize("name", ["CUDNN_HOME", "CUDNN_PATH"])
