@@ -33,12 +33,6 @@ def test_tensors_that_the_run_offloads_by_itself():
   assert result["variants"]["offload"]["host_bytes"] == pytest.approx(first_product, rel=0.01)
 
 
-def test_a_policy_that_offloads_nothing():
-  result = compiled(remat_policy="minimal", base_num_decoder_layers=2)
-  assert list(result["variants"]) == ["device"] and not result["names"]
-  assert "remat_policy=minimal on the command line" in result["no_offload"]
-
-
 def test_host_bytes_and_streams():
   result = compiled(profiles=("multistream-domain",))
   queries_and_values = LAYERS * BATCH * SEQUENCE * (HEADS + KV_HEADS) * HEAD_DIM * BFLOAT16
