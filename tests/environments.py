@@ -35,11 +35,12 @@ def site_packages(folder: Path) -> Path:
 
 
 def own_files(folder: Path) -> dict[str, bytes]:
-  """Content of every file in its site-packages that is not linked in, by path."""
+  """Content of every file in its site-packages that is not linked in, by path; not what Python compiles of linked modules."""
   site, found = site_packages(folder), {}
   for where, _, names in site.walk():
     for path in (where / name for name in names):
-      if not path.is_symlink():
+      compiled = where == site / "__pycache__" and (site / f"{path.name.partition('.')[0]}.py").is_symlink()
+      if not path.is_symlink() and not compiled:
         found[str(path.relative_to(site))] = path.read_bytes()
   return found
 
