@@ -24,7 +24,7 @@ demo: $(READY) ## train a small DeepSeek-V3-style model on real text on this mac
 
 # Two workers, each test file in one of them: importing MaxText costs each worker seconds, so more of them gain little.
 test: $(READY) ## run the tests that need no GPU
-	$(PYTHON_BIN) -m pytest tests -q -n 2 --dist loadfile --require-host --require-dist $(ARGS)
+	$(PYTHON_BIN) -m pytest tests -q -n 2 --dist loadfile --require-host --require-dist --require-plot $(ARGS)
 
 # TE_WHEEL: a wheel of transformer-engine-jax 2.20.2 built for this Python and CUDA 13; without one, pip compiles it for minutes.
 TE_WHEEL ?=

@@ -5,13 +5,14 @@ MOE_TE_REQUIRE="host gpu te dist") turn the skips of that kind into failures, fo
 """
 
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import sys
 
 import pytest
 
-KINDS = ("host", "gpu", "te", "dist")
+KINDS = ("host", "host_0_2_4", "gpu", "gpus", "te", "dist", "plot")
 
 
 def pytest_addoption(parser):
@@ -53,6 +54,11 @@ def missing(kind):
   """Why tests of a kind cannot run here, or None."""
   if kind == "host":
     return None if importlib.util.find_spec("maxtext") else "MaxText is not installed"
+  if kind == "host_0_2_4":
+    found = importlib.metadata.version("maxtext") if importlib.util.find_spec("maxtext") else "none"
+    return None if found == "0.2.4" else f"MaxText 0.2.4 is needed, not {found}: `make test-install` runs these with it"
+  if kind == "plot":
+    return None if importlib.util.find_spec("matplotlib") else "matplotlib is not installed"
   if kind == "dist":
     return None if importlib.util.find_spec("hatchling") else "the build backend is not installed (pip install 'hatchling>=1.27')"
   if kind == "te":
@@ -62,4 +68,6 @@ def missing(kind):
     return f"no GPU asked for: JAX_PLATFORMS={platforms} (pass --require-gpu)"
   import jax
 
-  return None if jax.default_backend() == "gpu" else f"jax found no GPU, only {jax.default_backend()}"
+  if jax.default_backend() != "gpu":
+    return f"jax found no GPU, only {jax.default_backend()}"
+  return "one GPU, and two are needed" if kind == "gpus" and jax.local_device_count() < 2 else None

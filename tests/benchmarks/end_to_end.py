@@ -162,7 +162,7 @@ def run_ranks(module: str, words: dict, ranks: int, folder: pathlib.Path, timeou
     (Outputs, rank 0's metrics by step)
   """
   gpus = len(glob.glob("/dev/nvidia[0-9]*"))
-  base = pathlib.Path(_maxtext_folder()) / "configs" / "base.yml"
+  base = pathlib.Path(maxtext_folder()) / "configs" / "base.yml"
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
@@ -203,7 +203,7 @@ def run_ranks(module: str, words: dict, ranks: int, folder: pathlib.Path, timeou
   return Outputs(texts, statuses), [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
 
 
-def _maxtext_folder():
+def maxtext_folder():
   import importlib.util
 
   return importlib.util.find_spec("maxtext").submodule_search_locations[0]

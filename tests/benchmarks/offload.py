@@ -21,30 +21,20 @@ import jax
 from maxtext_moe_te.host import step as steps
 from maxtext_moe_te.settings.config import MoeTeOptions
 from maxtext_moe_te.tools import gradients
-from tests.benchmarks import record
+from tests.benchmarks import end_to_end, record
 
-WORDS = dict(
-  model_name="qwen3-30b-a3b",
-  override_model_config="true",
-  num_experts=2,
-  num_experts_per_tok=2,
-  vocab_size=8192,
-  max_target_length=4096,
-  dtype="bfloat16",
-  weight_dtype="float32",
-  megablox="false",
-  sparse_matmul="true",
-  packing="false",
-  use_iota_embed="true",  # its gradient is a product; that of a lookup adds up in no fixed order
-  run_name="offload",
-  enable_checkpointing="false",
-  dataset_type="synthetic",
-  hardware="gpu",
-  log_config="false",
-  enable_tensorboard="false",
-  skip_jax_distributed_system="true",
-  tokenizer_type="sentencepiece",
-  ici_fsdp_parallelism=1,
+WORDS = (
+  end_to_end.COMMON
+  | end_to_end.ONE_GPU
+  | dict(
+    model_name="qwen3-30b-a3b",
+    num_experts=2,
+    num_experts_per_tok=2,
+    vocab_size=8192,
+    weight_dtype="float32",
+    use_iota_embed="true",  # its gradient is a product; that of a lookup adds up in no fixed order
+    run_name="offload",
+  )
 )
 NAMES = ("query_proj", "value_proj")
 MEMORY_TOLERANCE = 0.05
@@ -52,14 +42,12 @@ MEMORY_TOLERANCE = 0.05
 
 def words_of(args, variant: str, folder: str) -> list[str]:
   """MaxText's arguments. Without offload the same tensors are kept on the device, so that both compute the same."""
-  from tests.benchmarks.end_to_end import _maxtext_folder
-
   words = WORDS | dict(
     base_num_decoder_layers=args.layers, per_device_batch_size=args.batch, attention=args.attention, base_output_directory=folder
   )
   if variant == "device":
     words |= dict(remat_policy="custom", **dict.fromkeys(NAMES, "device"))
-  base = pathlib.Path(_maxtext_folder()) / "configs" / "base.yml"
+  base = pathlib.Path(end_to_end.maxtext_folder()) / "configs" / "base.yml"
   return [str(base), *(f"{key}={value}" for key, value in words.items()), *args.words]
 
 

@@ -52,10 +52,7 @@ def test_two_ranks_on_one_gpu(shape):
   assert 0 < result["receive_rows_max"] <= result["receive_capacity"]
 
 
+@pytest.mark.gpus
 def test_one_rank_per_gpu():
-  import jax
-
-  if jax.local_device_count() < 2:
-    pytest.skip("one GPU; two ranks on one GPU are tested above")
   result = run_ranks(2, "--shape", "check", one_gpu=False)
   assert max(result["errors"].values()) <= tolerances.EXPERT_PARALLEL_BFLOAT16, result

@@ -4,7 +4,6 @@ import contextlib
 
 import pytest
 
-from maxtext_moe_te import versions
 from maxtext_moe_te.errors import CapacityError, OptionError, RefusedError
 from maxtext_moe_te.host import rules_from_config
 from maxtext_moe_te.settings.config import MoeTeOptions
@@ -13,10 +12,7 @@ from tests import helpers, tolerances
 from tests.host.test_training import DEEPSEEK3, MIXTRAL, losses
 from tests.numerics import test_every_model as every
 
-pytestmark = [
-    pytest.mark.host,
-    pytest.mark.skipif(versions.installed("maxtext") != "0.2.4", reason="not MaxText 0.2.4: `make test-install` runs these with it"),
-]
+pytestmark = [pytest.mark.host, pytest.mark.host_0_2_4]
 
 REFUSED = {
     **every.REFUSED,

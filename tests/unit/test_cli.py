@@ -151,8 +151,8 @@ except RefusedError as error:
   assert one_line(capsys) == "maxtext-moe-te: error: a; needed: b. Fix: c."
 
 
+@pytest.mark.host  # for jax
 def test_an_error_of_ours_from_inside_a_trace(host, capsys):
-  pytest.importorskip("jax")
   _, module, _ = host
   code = """
 import jax

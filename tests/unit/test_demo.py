@@ -14,6 +14,7 @@ import pytest
 
 from maxtext_moe_te import errors
 from maxtext_moe_te.tools import demo
+from tests.processes import finish, wait_for
 
 ENTROPY = 6.0
 
@@ -70,19 +71,6 @@ def play(tmp_path):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
   return start
-
-
-def finish(process):
-  out, err = process.communicate(timeout=60)
-  return process.returncode, out, err
-
-
-def wait_for(process, text):
-  """Reads the process's output up to the line that contains `text`."""
-  for line in process.stdout:
-    if text in line:
-      return
-  pytest.fail(f"never said {text!r}: {process.stderr.read()}")
 
 
 def test_run_to_the_end(play, tmp_path):
@@ -162,8 +150,8 @@ def test_json(play, tmp_path):
   assert summary["tokens_per_s"] is None
 
 
+@pytest.mark.plot
 def test_picture(play, tmp_path):
-  pytest.importorskip("matplotlib")
   assert finish(play("--steps", "4"))[0] == 0
   assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
 

@@ -14,6 +14,7 @@ import pytest
 
 from maxtext_moe_te import errors
 from maxtext_moe_te.tools import launch
+from tests.processes import finish, wait_for
 
 # What the launcher sees of MaxText's trainer: steps that need all ranks, checkpoints, resuming, and a stop that all agree on.
 TRAINER = """
@@ -99,19 +100,6 @@ def start(tmp_path):
   for process in started:
     process.kill()
     process.communicate()
-
-
-def finish(process):
-  out, err = process.communicate(timeout=60)
-  return process.returncode, out, err
-
-
-def wait_for(process, text):
-  """Reads rank 0's output up to the line that contains `text`."""
-  for line in process.stdout:
-    if text in line:
-      return
-  pytest.fail(f"never said {text!r}: {process.stderr.read()}")
 
 
 def ranks_of(process):
