@@ -147,16 +147,17 @@ class Outputs:
     return f"rank {failed}, exit status {self.statuses[failed]}: " + " | ".join(lines)[-length:]
 
 
-def run_ranks(module: str, words: dict, ranks: int, folder: pathlib.Path, timeout: int, share_memory: bool = False):
+def run_ranks(module: str, words: dict, ranks: int, folder: pathlib.Path, timeout: int, share_memory: bool = False, gpus_per_rank: int = 1):
   """Runs MaxText in one process per rank on this host.
 
   Args:
     module: what to run.
     words: its key=value arguments, but for where it writes.
-    ranks: how many processes; with fewer GPUs they share GPU 0.
+    ranks: how many processes; where there are fewer GPUs they share them.
     folder: for what the runs write.
     timeout: seconds, after which all are killed.
     share_memory: let other runs use the same GPUs.
+    gpus_per_rank: of a single process.
 
   Returns:
     (Outputs, rank 0's metrics by step)
@@ -172,14 +173,14 @@ def run_ranks(module: str, words: dict, ranks: int, folder: pathlib.Path, timeou
     if share_memory:
       environment |= dict(XLA_PYTHON_CLIENT_PREALLOCATE="false")
     if ranks == 1:
-      environment.setdefault("CUDA_VISIBLE_DEVICES", "0")
+      environment.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus_per_rank))))
     else:
       environment |= dict(
           JAX_COORDINATOR_IP="127.0.0.1",
           JAX_COORDINATOR_PORT=str(port),
           NNODES=str(ranks),
           NODE_RANK=str(rank),
-          SLURM_STEP_GPUS=str(rank if gpus >= ranks else 0),  # MaxText reads the rank's device from here
+          SLURM_STEP_GPUS=str(rank % max(gpus, 1)),  # MaxText reads the rank's device from here
       )
       if gpus < ranks:
         environment |= dict(NCCL_MULTI_RANK_GPU_ENABLE="1")
