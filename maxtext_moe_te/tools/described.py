@@ -4,6 +4,7 @@ The descriptions are XLA's own target configurations, which the CUDA plugin carr
 Transformer Engine until `devices` is called, in a process that was started with `environment`.
 """
 
+import importlib.metadata
 import importlib.util
 import mmap
 import os
@@ -81,7 +82,7 @@ def targets() -> dict[str, str]:
   """XLA's target configurations as texts, by the device's description, such as "NVIDIA H200".
 
   Raises:
-    RefusedError: there is no CUDA plugin.
+    RefusedError: there is no CUDA plugin, or one without them.
   """
   found = None
   if importlib.util.find_spec("jax_plugins"):
@@ -101,6 +102,12 @@ def targets() -> dict[str, str]:
       text = binary[start:end].decode("latin1")
       if text.lstrip().startswith(("#", "gpu_device_info")) and len(text) < 20000 and "MIG" not in match.group(1).decode():
         known.setdefault(match.group(1).decode(), text)
+  if not known:
+    raise RefusedError(
+      found=f"no descriptions of GPUs in the CUDA plugin of JAX {importlib.metadata.version('jax')}",
+      needed="those that the plugin carries from JAX 0.12 on",
+      fix="pip install 'jax[cuda13]>=0.12', in an environment of its own if the job must keep this one",
+    )
   return known
 
 

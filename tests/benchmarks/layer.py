@@ -129,11 +129,12 @@ def main(argv=None):
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--shape", choices=SHAPES, required=True)
   parser.add_argument("--only", nargs="*", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
+  parser.add_argument("--tokens", type=int, help="instead of the shape's")
   parser.add_argument("--unfused", action="store_true", help="gate and up kernels as two parameters")
   parser.add_argument("--out", help="JSON file for the results")
   args = parser.parse_args(argv)
   import pytest  # noqa: F401  MaxText initializes jax.distributed unless a test framework is loaded
-  shape = SHAPES[args.shape]
+  shape = SHAPES[args.shape] | ({"tokens": args.tokens} if args.tokens else {})
   tflop = 3 * 2 * shape["tokens"] * shape["k"] * 3 * shape["width"] * shape["expert_width"] / 1e12
   results = {"shape": {"name": args.shape, **shape}, "prefused": not args.unfused, "tflop": round(tflop, 3), "layer": {}}
   results["dense"] = dense_ceiling(shape)

@@ -65,7 +65,7 @@ def main(words: list[str]) -> int:
     findings = [finding for finding in findings if finding.severity != checks.NOTE]
   if args.ranks:
     findings += gather_ranks(Path(args.ranks), machine, rank=args.rank, count=args.rank_count)
-  if machine.gpus and not args.machine and not args.image and args.probes:
+  if machine.visible and not args.machine and not args.image and args.probes:
     from maxtext_moe_te.tools.doctor import probes
 
     report["probes"], found = probes.run(machine, job)
@@ -75,7 +75,7 @@ def main(words: list[str]) -> int:
     report["deep"], found = _deep(request)
     findings += found
     moved = list(report["deep"]["names"]) if report["deep"] else []
-    if args.verify_offload and machine.gpus and moved:
+    if args.verify_offload and machine.visible and moved:
       from maxtext_moe_te.tools import gradients
 
       report["gradients"], found = gradients.check(dataclasses.replace(request, options={**request.options, "offload": moved}))
@@ -147,7 +147,7 @@ def read_job(words: list[str], machine: facts.Machine, args) -> tuple[facts.Job,
   environment = dict(os.environ) if not args.machine else dict(machine.variables)
   if spec or options.xla_profile:
     overlays.apply_environment(asked.overlay, environment, options.xla_profile)
-  gpus_per_node = args.gpus_per_node or len(machine.gpus) or 1
+  gpus_per_node = args.gpus_per_node or len(machine.visible) or 1
   job = facts.Job(
     nodes=args.nodes,
     gpus_per_node=gpus_per_node,

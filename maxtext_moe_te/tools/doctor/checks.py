@@ -327,7 +327,8 @@ def gpus(machine, job):
   variables = {**machine.variables, **job.variables}
   hidden = variables.get("CUDA_VISIBLE_DEVICES")
   wants = str(job.config.get("hardware", "")).startswith("gpu")
-  if hidden is not None and hidden.strip() in ("", "-1") and machine.gpus:
+  visible = [machine.gpus[index] for index in machine.visible]
+  if machine.gpus and not visible:
     yield _error(
       f"CUDA_VISIBLE_DEVICES={hidden!r} hides the {len(machine.gpus)} GPUs", "the GPUs visible", "unset CUDA_VISIBLE_DEVICES", "CUDA"
     )
@@ -339,16 +340,16 @@ def gpus(machine, job):
       "no GPU here: kernels, links and memory are not judged", "a machine like those of the job", "run the doctor there too", "nvidia-smi"
     )
     return
-  if len({(gpu.name, gpu.capability) for gpu in machine.gpus}) > 1:
-    kinds = ", ".join(sorted({gpu.name for gpu in machine.gpus}))
+  if len({(gpu.name, gpu.capability) for gpu in visible}) > 1:
+    kinds = ", ".join(sorted({gpu.name for gpu in visible}))
     yield _error(f"GPUs of several kinds: {kinds}", "one kind", "choose one by CUDA_VISIBLE_DEVICES", "one program is compiled for all")
-  if any(gpu.mig for gpu in machine.gpus) and job.gpus > 1:
+  if any(gpu.mig for gpu in visible) and job.gpus > 1:
     yield _error(
       "MIG is on, and NCCL cannot connect slices of GPUs", "whole GPUs for more than one process", "nvidia-smi -mig 0", "NVIDIA's MIG guide"
     )
   if machine.driver and int(machine.driver.split(".")[0]) < 580 and any("cuda13" in name for name in machine.packages):
     yield _error(f"driver {machine.driver}", "580 or newer for CUDA 13", "update the driver, or install jax[cuda12]", "CUDA 13's notes")
-  for index, gpu in enumerate(machine.gpus):
+  for index, gpu in zip(machine.visible, visible):
     if gpu.memory_bytes and gpu.used_bytes > gpu.memory_bytes // 20:
       yield _warning(
         f"GPU {index} has {_gib(gpu.used_bytes)} of {_gib(gpu.memory_bytes)} in use before the run",
@@ -356,11 +357,12 @@ def gpus(machine, job):
         "end the process that nvidia-smi shows",
         "nvidia-smi",
       )
-  if job.gpus_per_node > len(machine.gpus):
+  if job.gpus_per_node > len(visible) > 0:
+    hides = f", of which CUDA_VISIBLE_DEVICES={hidden} shows {len(visible)}" if len(visible) < len(machine.gpus) else ""
     yield _error(
-      f"a job of {job.gpus_per_node} GPUs per node on a machine with {len(machine.gpus)}",
+      f"a job of {job.gpus_per_node} GPUs per node on a machine with {len(machine.gpus)}{hides}",
       "as many as there are",
-      f"use --gpus-per-node {len(machine.gpus)}",
+      f"use --gpus-per-node {len(visible)}",
       "nvidia-smi",
     )
 

@@ -95,6 +95,20 @@ class Machine:
     """Of the first GPU."""
     return self.gpus[0].capability if self.gpus else None
 
+  @property
+  def visible(self) -> tuple[int, ...]:
+    """Indices into `gpus` of those that CUDA_VISIBLE_DEVICES leaves to a process; a UUID counts for the next one."""
+    asked = self.variables.get("CUDA_VISIBLE_DEVICES")
+    if asked is None:
+      return tuple(range(len(self.gpus)))
+    chosen = []
+    for word in map(str.strip, asked.split(",")):
+      index = int(word) if word.isdigit() else len(chosen) if word.startswith(("GPU-", "MIG-")) else None
+      if index is None or index >= len(self.gpus):
+        break  # as CUDA does: what follows a wrong one is hidden
+      chosen.append(index)
+    return tuple(chosen)
+
   def fingerprint(self) -> dict[str, str]:
     """What must be the same on every machine of a job: name to value."""
     told = {f"package {name}": version for name, version in self.packages.items()}

@@ -7,9 +7,12 @@
 
 import json
 import os
+import pathlib
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 
 from maxtext_moe_te.errors import MoeTeError
 from maxtext_moe_te.tools.doctor.checks import ERROR, WARNING, Finding
@@ -32,7 +35,7 @@ def run(machine, job) -> tuple[dict, list[Finding]]:
       wanted["expert-parallel"] = 2
   results, findings = {}, []
   for name, ranks in wanted.items():
-    results[name], failure = _start(name, ranks, one_gpu=len(machine.gpus) < ranks)
+    results[name], failure = _start(name, ranks, one_gpu=len(machine.visible) < ranks)
     findings += judge(name, results[name], failure, machine.capability)
   return results, findings
 
@@ -47,29 +50,32 @@ def _start(name, ranks, *, one_gpu):
   if one_gpu and ranks > 1:
     environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
   command = [sys.executable, "-m", "maxtext_moe_te.tools.doctor.probes", name]
-  processes = [
-    subprocess.Popen(
-      [*command, str(rank), str(ranks), str(port), str(int(one_gpu))],
-      env=environment, text=True,
-      # Only the first is read: a pipe that nobody reads would stop a talkative rank (NCCL_DEBUG=INFO).
-      stdout=subprocess.DEVNULL if rank else subprocess.PIPE, stderr=subprocess.DEVNULL if rank else subprocess.PIPE,
-    )
-    for rank in range(ranks)
-  ]  # fmt: skip
-  try:
-    out, err = processes[0].communicate(timeout=TIMEOUT_S)
-  except subprocess.TimeoutExpired:
-    return None, f"had not ended after {TIMEOUT_S} s"
-  finally:
-    for process in processes:
-      process.kill()
-      process.communicate()
-  if "RESULT" in out:
-    return json.loads(out.split("RESULT", 1)[1]), None
-  last = " | ".join(line.strip() for line in err.splitlines() if line.strip())[-400:]
-  how = (
-    f"was killed by signal {-processes[0].returncode}" if processes[0].returncode < 0 else f"ended with status {processes[0].returncode}"
-  )
+  with tempfile.TemporaryDirectory() as folder:
+    # Files, not pipes: one that nobody reads would stop a talkative rank (NCCL_DEBUG=INFO).
+    said = [(pathlib.Path(folder) / f"{rank}.out", pathlib.Path(folder) / f"{rank}.err") for rank in range(ranks)]
+    processes = []
+    for rank, (out, err) in enumerate(said):
+      with out.open("w") as out, err.open("w") as err:
+        words = [str(rank), str(ranks), str(port), str(int(one_gpu))]
+        processes.append(subprocess.Popen([*command, *words], env=environment, stdout=out, stderr=err))
+    end = time.monotonic() + TIMEOUT_S
+    try:
+      # The others wait for a rank that failed, and only rank 0 has a result.
+      while processes[0].poll() is None and not any(process.poll() for process in processes):
+        if time.monotonic() > end:
+          return None, f"had not ended after {TIMEOUT_S} s"
+        time.sleep(0.1)
+    finally:
+      states = [process.poll() for process in processes]
+      for process in processes:
+        process.kill()
+        process.wait()
+    printed = said[0][0].read_text()
+    if "RESULT" in printed:
+      return json.loads(printed.split("RESULT", 1)[1].splitlines()[0]), None
+    failed = next((rank for rank, status in enumerate(states) if status), 0)
+    last = " | ".join(line.strip() for line in said[failed][1].read_text(errors="replace").splitlines() if line.strip())[-400:]
+  how = f"was killed by signal {-states[failed]}" if states[failed] < 0 else f"ended with status {states[failed]}"
   return None, f"{how}: {last}"
 
 
