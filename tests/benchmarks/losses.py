@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.losses --out tests/benchmarks/results/losses-h200x2.json
 
-All runs start together, so that their start-up overlaps; ranks share GPUs where there are more of them. What the losses must be is
+All runs start together, so that their start-up overlaps; ranks share GPUs where there are more of them, and are then slow. What the losses must be is
 in `tests.gpu.test_training`, which trains the same.
 """
 
@@ -46,9 +46,9 @@ RUNS = {
   "plain-float32": (PLAIN, 1, 1, mesh(**ALONE) | dict(dtype="float32", matmul_precision="highest")),
   "te": (PLUGIN, 1, 1, mesh(**ALONE) | TE),
   "te-mesh": (PLUGIN, 2, 1, mesh(expert=2) | NCCL_EP),
-  "te-mesh-fsdp": (PLUGIN, 4, 1, mesh(expert=2, fsdp=2) | NCCL_EP),
 }
 SEVERAL_GPUS = {
+  "te-mesh-fsdp": (PLUGIN, 4, 1, mesh(expert=2, fsdp=2) | NCCL_EP),
   "te-one-process-fsdp": (PLUGIN, 1, 2, mesh(fsdp=2, **ALONE) | TE),
   "te-one-process-xla": (PLUGIN, 1, 2, mesh(expert=2, **ALONE) | TE | {"moe_te.transport": "xla"}),
   "te-one-process": (PLUGIN, 1, 2, mesh(expert=2, **ALONE) | NCCL_EP),

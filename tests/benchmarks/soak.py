@@ -24,13 +24,13 @@ FLAGS = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
 def main(argv=None):
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--model", choices=losses.MODELS, default="deepseek3")
-  parser.add_argument("--mesh", choices=[run for run in losses.RUNS if run.startswith("te-mesh")], default="te-mesh")
+  parser.add_argument("--mesh", choices=["te-mesh", "te-mesh-fsdp"], default="te-mesh")
   parser.add_argument("--only", nargs="*", choices=RUNS, default=list(RUNS))
   parser.add_argument("--steps", type=int, default=1000)
   parser.add_argument("--timeout", type=int, default=150, help="seconds for one run")
   parser.add_argument("--out", help="JSON file for the results")
   args = parser.parse_args(argv)
-  module, ranks, _, more = losses.RUNS[args.mesh]
+  module, ranks, _, more = (losses.RUNS | losses.SEVERAL_GPUS)[args.mesh]
   words = end_to_end.COMMON | losses.MODELS[args.model] | losses.REDUCED | more | REPEATABLE | dict(steps=args.steps)
   os.environ["XLA_FLAGS"] = FLAGS
   results = {"model": args.model, "steps": args.steps, "words": [f"{key}={value}" for key, value in words.items()], "runs": {}}
