@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.losses --out tests/benchmarks/results/losses-h200x2.json
 
-All runs start together, so that their start-up overlaps; ranks share GPUs where there are more of them, and are then slow. What the losses must be is
-in `tests.gpu.test_training`, which trains the same.
+All runs start together, so that their start-up overlaps; ranks share GPUs where there are more of them, and are then slow. What the
+losses must be is in `tests.gpu.test_training`, which trains the same.
 """
 
 import argparse

@@ -5,14 +5,15 @@ import json
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 
-from maxtext_moe_te.errors import OptionError, OverlayError
+from maxtext_moe_te.errors import OptionError, OverlayError, RefusedError
 from maxtext_moe_te.settings.config import MoeTeOptions
 from maxtext_moe_te.settings.overlay import Overlay
 from maxtext_moe_te.settings.xla_flags import Names
-from maxtext_moe_te.tools import deep, doctor
+from maxtext_moe_te.tools import deep, described, doctor
 from maxtext_moe_te.tools.doctor import checks, facts, probes, resolve
 from maxtext_moe_te.tools.doctor.facts import Gpu, Job, Library, Machine
 
@@ -86,6 +87,12 @@ CASES = {
   # packages
   "maxtext missing": (machine({"maxtext": None}), JOB, E, "MaxText is not installed; needed: maxtext>=0.2.4,<0.2.6. Fix: pip install"),
   "maxtext version": (machine({"maxtext": "0.2.3"}), JOB, E, "maxtext 0.2.3 is installed; needed: maxtext>=0.2.4,<0.2.6"),
+  "hidden gpus": (
+    machine(variables={"CUDA_VISIBLE_DEVICES": "0,1"}),
+    JOB,
+    E,
+    "a job of 8 GPUs per node on a machine with 8, of which CUDA_VISIBLE_DEVICES=0,1 shows 2; needed: as many as there are",
+  ),
   "jax missing": (machine({"jax": None}), JOB, E, "jax is not installed; needed: jax>=0.11.1"),
   "jax gives wrong gradients": (
     machine({"jax": "0.11.0", "jaxlib": "0.11.0", "jax-cuda13-plugin": "0.11.0", "jax-cuda13-pjrt": "0.11.0"}),
@@ -674,7 +681,33 @@ def test_a_probe_that_dies_is_a_finding():
   assert result is None and failure.startswith("ended with status 1: ") and "no-such-probe" in failure
 
 
+def test_a_rank_that_dies_ends_its_probe(monkeypatch, tmp_path):
+  """The other one waits for it, as ranks do."""
+  python = tmp_path / "python"
+  python.write_text('#!/bin/sh\nif [ "$4" = 1 ]; then echo "no device 1" >&2; exit 3; fi\nexec sleep 100\n')
+  python.chmod(0o755)
+  monkeypatch.setattr(probes.sys, "executable", str(python))
+  assert probes._start("expert-parallel", 2, one_gpu=False) == (None, "ended with status 3: no device 1")
+
+
+@pytest.mark.parametrize(
+  ("asked", "visible"),
+  [(None, 8), ("0,1", 2), ("7", 1), ("", 0), ("-1", 0), ("0,9,1", 1), ("GPU-1a,GPU-2b", 2), (" 2 , 3 ", 2), ("NoDevFiles", 0)],
+)
+def test_only_visible_gpus_count(asked, visible):
+  variables = {} if asked is None else {"CUDA_VISIBLE_DEVICES": asked}
+  assert len(dataclasses.replace(MACHINE, variables=variables).visible) == visible
+
+
 # A compiled step
+
+
+def test_a_plugin_without_descriptions_is_said(monkeypatch, tmp_path):
+  (tmp_path / "xla_cuda_plugin.so").write_bytes(b"\0binary\0")
+  found = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+  monkeypatch.setattr(described.importlib.util, "find_spec", lambda name: found)
+  with pytest.raises(RefusedError, match=r"no descriptions of GPUs in the CUDA plugin of JAX .*; needed: .* from JAX 0\.12 on"):
+    described.target("H200")
 
 
 def deep_result(**changes):
