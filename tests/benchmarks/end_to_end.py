@@ -40,7 +40,6 @@ COMMON = dict(
     tokenizer_type="sentencepiece",
 )
 ONE_GPU = dict(skip_jax_distributed_system="true", ici_fsdp_parallelism=1)
-EXPERT2 = dict(ici_expert_parallelism=2, ici_fsdp_parallelism=1)
 SAVED = ["decoder_layer_input", "query_proj", "key_proj", "value_proj", "context", "out_proj"]
 RUNS = {
     "qwen3-6-layers": dict(
@@ -48,18 +47,32 @@ RUNS = {
         words=ONE_GPU
         | dict(model_name="qwen3-30b-a3b", base_num_decoder_layers=6, per_device_batch_size=4, remat_policy="full"),
     ),
-    "deepseek3-4-layers": dict(
+    # The expert axis grows and each GPU keeps its 16 experts and its tokens.
+    **{
+        f"deepseek3-4-layers{'' if ranks == 2 else f'-{ranks}'}": dict(
+            ranks=ranks,
+            words=(ONE_GPU if ranks == 1 else dict(ici_expert_parallelism=ranks, ici_fsdp_parallelism=1))
+            | dict(
+                model_name="deepseek3-671b",
+                base_num_decoder_layers=4,
+                first_num_dense_layers=1,
+                num_experts=16 * ranks,
+                per_device_batch_size=2,
+                remat_policy="full",
+                n_routing_groups=-1,
+                topk_routing_group=-1,
+            ),
+        )
+        for ranks in (1, 2, 4, 8)
+    },
+    "qwen3-6-layers-fsdp-2": dict(
         ranks=2,
-        words=EXPERT2
-        | dict(
-            model_name="deepseek3-671b",
-            base_num_decoder_layers=4,
-            first_num_dense_layers=1,
-            num_experts=32,
-            per_device_batch_size=2,
+        words=dict(
+            ici_fsdp_parallelism=2,
+            model_name="qwen3-30b-a3b",
+            base_num_decoder_layers=6,
+            per_device_batch_size=4,
             remat_policy="full",
-            n_routing_groups=-1,
-            topk_routing_group=-1,
         ),
     ),
 }
@@ -77,6 +90,10 @@ VARIANTS = {
     # What a user with memory to spare sets: weights stored as they are computed with, and nothing recomputed but the sorted rows.
     "te-tuned": ("maxtext_moe_te.train", TUNED),
     "tokamax-tuned": ("maxtext.trainers.pre_train.train", TUNED | dict(use_tokamax_gmm="true")),
+    **{
+        f"te-{profile}": ("maxtext_moe_te.train", {"moe_te.xla_profile": profile})
+        for profile in ("multistream-domain", "multistream-aggressive")
+    },
     "te-named-remat": ("maxtext_moe_te.train", dict(remat_policy="custom", **dict.fromkeys(SAVED, "device"))),
     "te-no-experts-remat": (
         "maxtext_moe_te.train",

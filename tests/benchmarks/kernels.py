@@ -19,8 +19,40 @@ CLASSES = (
 )
 
 
+COMMUNICATION = ("expert parallel", "collective")
+
+
+def class_of(name: str) -> str:
+  """The class of a kernel."""
+  return next((label for label, pattern in CLASSES if re.search(pattern, name)), "other")
+
+
+def overlap_of(intervals: list[tuple[float, float, bool]]) -> dict[str, float]:
+  """How long one GPU was in which state.
+
+  Args:
+    intervals: of each kernel, begin, end, whether it communicates.
+
+  Returns:
+    dict: busy (any kernel runs), communicating, exposed (it communicates and computes nothing), concurrent (two or more
+      communicate), in the unit of `intervals`.
+  """
+  points = sorted([(begin, 1, talks) for begin, _, talks in intervals] + [(end, -1, talks) for _, end, talks in intervals])
+  total, running, last = dict.fromkeys(("busy", "communicating", "exposed", "concurrent"), 0.0), {True: 0, False: 0}, 0.0
+  for at, change, talks in points:
+    length, talking, computing = at - last, running[True], running[False]
+    total["busy"] += length if talking or computing else 0
+    total["communicating"] += length if talking else 0
+    total["exposed"] += length if talking and not computing else 0
+    total["concurrent"] += length if talking > 1 else 0
+    running[talks] += change
+    last = at
+  return total
+
+
 def of_trace(folder, *, steps: int) -> dict:
-  """Milliseconds per step by kernel class and for the 25 longest kernels; copies to the host and launches of CUDA graphs per step.
+  """Milliseconds per step by kernel class and for the 25 longest kernels; how communication overlaps; copies to the host and launches of
+  CUDA graphs per step. With several GPUs in the trace, the sum over them.
 
   Args:
     folder: what was given to `jax.profiler.trace`.
@@ -32,6 +64,7 @@ def of_trace(folder, *, steps: int) -> dict:
   threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
   time, count = collections.Counter(), collections.Counter()
   copies, graphs = collections.Counter(), 0
+  intervals = collections.defaultdict(list)
   for event in events:
     if event.get("ph") == "X" and "GraphLaunch" in event["name"]:
       graphs += 1 / steps
@@ -42,12 +75,17 @@ def of_trace(folder, *, steps: int) -> dict:
     if event.get("ph") == "X" and on_gpu:
       time[event["name"]] += event["dur"] / 1e3 / steps
       count[event["name"]] += 1 / steps
+      intervals[event["pid"]].append((event["ts"], event["ts"] + event["dur"], class_of(event["name"]) in COMMUNICATION))
   classes = collections.Counter()
   for name, ms in time.items():
-    classes[next((label for label, pattern in CLASSES if re.search(pattern, name)), "other")] += ms
+    classes[class_of(name)] += ms
+  overlap = collections.Counter()
+  for of_one in intervals.values():
+    overlap.update({what: us / 1e3 / steps for what, us in overlap_of(of_one).items()})
   return {
       "copies_to_host": dict(copies.most_common(8)),
       "graph_launches": round(graphs, 1),
+      "overlap_ms": {what: round(ms, 3) for what, ms in overlap.items()},
       "by_class_ms": {label: round(ms, 3) for label, ms in classes.most_common()},
       "longest": [
           {"kernel": name[:120], "ms": round(ms, 3), "launches": round(count[name], 1)} for name, ms in time.most_common(25)
