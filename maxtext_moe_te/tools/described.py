@@ -4,7 +4,6 @@ The descriptions are XLA's own target configurations, which the CUDA plugin carr
 Transformer Engine until `devices` is called, in a process that was started with `environment`.
 """
 
-import importlib.metadata
 import importlib.util
 import mmap
 import os
@@ -94,6 +93,8 @@ def targets() -> dict[str, str]:
       fix="pip install 'jax[cuda13]'",
     )
   plugin = pathlib.Path(next(iter(found.submodule_search_locations))) / "xla_cuda_plugin.so"
+  if not plugin.exists():
+    raise RefusedError(found=f"no {plugin}", needed="the CUDA plugin whole", fix="pip install --force-reinstall 'jax[cuda13]'")
   known = {}
   with open(plugin, "rb") as file:
     binary = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
@@ -104,8 +105,8 @@ def targets() -> dict[str, str]:
         known.setdefault(match.group(1).decode(), text)
   if not known:
     raise RefusedError(
-      found=f"no descriptions of GPUs in the CUDA plugin of JAX {importlib.metadata.version('jax')}",
-      needed="those that the plugin carries from JAX 0.12 on",
+      found=f"no descriptions of GPUs in {plugin}",
+      needed="those that JAX's CUDA plugin carries from 0.12 on",
       fix="pip install 'jax[cuda13]>=0.12', in an environment of its own if the job must keep this one",
     )
   return known

@@ -179,7 +179,8 @@ def run_ranks(module: str, words: dict, ranks: int, folder: pathlib.Path, timeou
   Returns:
     (Outputs, rank 0's metrics by step)
   """
-  gpus = len(glob.glob("/dev/nvidia[0-9]*"))
+  shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+  gpus = shown.split(",") if shown else [str(index) for index in range(len(glob.glob("/dev/nvidia[0-9]*")))]
   base = pathlib.Path(maxtext_folder()) / "configs" / "base.yml"
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
@@ -190,16 +191,17 @@ def run_ranks(module: str, words: dict, ranks: int, folder: pathlib.Path, timeou
     if share_memory:
       environment |= dict(XLA_PYTHON_CLIENT_PREALLOCATE="false")
     if ranks == 1:
-      environment.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus_per_rank))))
+      environment |= dict(CUDA_VISIBLE_DEVICES=",".join(gpus[:gpus_per_rank]))
     else:
+      environment.pop("CUDA_VISIBLE_DEVICES", None)  # MaxText would take all of them in each rank
       environment |= dict(
           JAX_COORDINATOR_IP="127.0.0.1",
           JAX_COORDINATOR_PORT=str(port),
           NNODES=str(ranks),
           NODE_RANK=str(rank),
-          SLURM_STEP_GPUS=str(rank % max(gpus, 1)),  # MaxText reads the rank's device from here
+          SLURM_STEP_GPUS=gpus[rank % len(gpus)] if gpus else "0",  # MaxText reads the rank's device from here
       )
-      if gpus < ranks:
+      if len(gpus) < ranks:
         environment |= dict(NCCL_MULTI_RANK_GPU_ENABLE="1")
     output = folder / str(rank)
     output.mkdir(parents=True)

@@ -11,15 +11,14 @@ CLASSES = (
     ("grouped product", r"nvjet|cublasLt|grouped|cutlass.*gemm|gemm_setup|sm90_xmma|sm100"),
     ("attention", r"cudnn|flash|fmha"),
     ("expert parallel", r"nccl_ep|ncclEp|dispatch|combine_kernel"),
-    ("collective", r"nccl|AllReduce|AllGather|ReduceScatter"),
+    ("collective", r"nccl|AllReduce|AllGather|ReduceScatter|AllToAll|all_reduce_kernel"),
     ("sort", r"[Rr]adix|cub::|sort"),
     ("top-k", r"topk|TopK"),
     ("copy", r"[Mm]emcpy|[Mm]emset|copy"),
     ("fusion", r"fusion|loop_|input_|wrapped|transpose|concatenate|scatter|gather|select|convert|reduce"),
 )
-
-
 COMMUNICATION = ("expert parallel", "collective")
+NEITHER = ("copy",)  # may wait for communication, computes nothing
 
 
 def class_of(name: str) -> str:
@@ -34,7 +33,7 @@ def overlap_of(intervals: list[tuple[float, float, bool]]) -> dict[str, float]:
     intervals: of each kernel, begin, end, whether it communicates.
 
   Returns:
-    dict: busy (any kernel runs), communicating, exposed (it communicates and computes nothing), concurrent (two or more
+    dict: busy (any of them runs), communicating, exposed (it communicates and computes nothing), concurrent (two or more
       communicate), in the unit of `intervals`.
   """
   points = sorted([(begin, 1, talks) for begin, _, talks in intervals] + [(end, -1, talks) for _, end, talks in intervals])
@@ -75,7 +74,8 @@ def of_trace(folder, *, steps: int) -> dict:
     if event.get("ph") == "X" and on_gpu:
       time[event["name"]] += event["dur"] / 1e3 / steps
       count[event["name"]] += 1 / steps
-      intervals[event["pid"]].append((event["ts"], event["ts"] + event["dur"], class_of(event["name"]) in COMMUNICATION))
+      if class_of(event["name"]) not in NEITHER:
+        intervals[event["pid"]].append((event["ts"], event["ts"] + event["dur"], class_of(event["name"]) in COMMUNICATION))
   classes = collections.Counter()
   for name, ms in time.items():
     classes[class_of(name)] += ms

@@ -1,6 +1,6 @@
 """MaxText trains 20 steps of small models on the GPUs of one host: the losses of each part and mesh beside those of MaxText's own layer.
 
-    python -m tests.benchmarks.losses --out tests/benchmarks/results/losses-h200x2.json
+    python -m tests.benchmarks.losses --models deepseek3 --runs plain te-mesh … --out tests/benchmarks/results/losses-deepseek3-h200x2.json
 
 All runs start together, so that their start-up overlaps; ranks share GPUs where there are more of them, and are then slow. What the
 losses must be is in `tests.gpu.test_training`, which trains the same.
@@ -11,6 +11,8 @@ import concurrent.futures
 import json
 import pathlib
 import tempfile
+
+import numpy as np
 
 from tests.benchmarks import end_to_end, record
 
@@ -46,13 +48,12 @@ RUNS = {
   "plain-float32": (PLAIN, 1, 1, mesh(**ALONE) | dict(dtype="float32", matmul_precision="highest")),
   "te": (PLUGIN, 1, 1, mesh(**ALONE) | TE),
   "te-mesh": (PLUGIN, 2, 1, mesh(expert=2) | NCCL_EP),
-}
-SEVERAL_GPUS = {
   "te-mesh-fsdp": (PLUGIN, 4, 1, mesh(expert=2, fsdp=2) | NCCL_EP),
   "te-one-process-fsdp": (PLUGIN, 1, 2, mesh(fsdp=2, **ALONE) | TE),
   "te-one-process-xla": (PLUGIN, 1, 2, mesh(expert=2, **ALONE) | TE | {"moe_te.transport": "xla"}),
   "te-one-process": (PLUGIN, 1, 2, mesh(expert=2, **ALONE) | NCCL_EP),
 }
+SEVERAL_GPUS = tuple(run for run, (_, ranks, gpus, _) in RUNS.items() if ranks > 2 or gpus > 1)  # the others do with one
 
 
 def train(keys, folder: pathlib.Path, timeout: int = 280) -> dict[tuple[str, str], list[float] | str]:
@@ -60,12 +61,12 @@ def train(keys, folder: pathlib.Path, timeout: int = 280) -> dict[tuple[str, str
 
   def one(key):
     model, run = key
-    module, ranks, gpus, more = (RUNS | SEVERAL_GPUS)[run]
+    module, ranks, gpus, more = RUNS[run]
     words = end_to_end.COMMON | MODELS[model] | REDUCED | more | dict(steps=STEPS)
     outputs, rows = end_to_end.run_ranks(
       module, words, ranks, folder / f"{model}-{run}", timeout, share_memory=True, gpus_per_rank=gpus
     )
-    return [row["learning/loss"] for row in rows] if len(rows) == STEPS and not any(outputs.statuses) else outputs.tail()
+    return [row["learning/loss"] for row in rows] if len(rows) == STEPS and outputs.statuses == [0] * ranks else outputs.tail()
 
   with concurrent.futures.ThreadPoolExecutor(len(keys)) as pool:
     return dict(zip(keys, pool.map(one, keys)))
@@ -73,20 +74,20 @@ def train(keys, folder: pathlib.Path, timeout: int = 280) -> dict[tuple[str, str
 
 def main(argv=None):
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-  parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
-  parser.add_argument("--runs", nargs="*", choices=RUNS | SEVERAL_GPUS, default=list(RUNS))
+  parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+  parser.add_argument("--runs", nargs="+", choices=RUNS, default=[run for run in RUNS if run not in SEVERAL_GPUS])
   parser.add_argument("--timeout", type=int, default=280, help="seconds for all runs")
   parser.add_argument("--out", help="JSON file for the results")
   args = parser.parse_args(argv)
   keys = [(model, run) for model in args.models for run in args.runs]
   with tempfile.TemporaryDirectory() as folder:
     losses = train(keys, pathlib.Path(folder), args.timeout)
-  results = {"steps": STEPS, "runs": {run: (RUNS | SEVERAL_GPUS)[run] for run in args.runs}, "losses": {}, "furthest_from_plain": {}}
+  results = {"steps": STEPS, "runs": {run: RUNS[run] for run in args.runs}, "losses": {}, "furthest_from_plain": {}}
   for (model, run), found in losses.items():
     results["losses"].setdefault(model, {})[run] = found
     plain = losses.get((model, "plain"))
     if isinstance(found, list) and isinstance(plain, list):
-      furthest = max(abs(a - b) / abs(b) for a, b in zip(found, plain))
+      furthest = np.max(np.abs(np.subtract(found, plain)) / np.abs(plain))  # NaN stays one
       results["furthest_from_plain"].setdefault(model, {})[run] = float(f"{furthest:.2e}")
     print(model, run, json.dumps(found if isinstance(found, str) else [found[0], found[-1]]), flush=True)
   print(json.dumps(results["furthest_from_plain"]), flush=True)

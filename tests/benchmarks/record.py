@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import shlex
 import statistics
 import subprocess
 import sys
@@ -29,7 +30,7 @@ def conditions() -> dict:
   device = jax.devices()[0]
   return {
       "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-      "command": " ".join(["python", *sys.orig_argv[1:]]),
+      "command": shlex.join(["python", *sys.orig_argv[1:]]),
       "device": device.device_kind,
       "devices": jax.device_count(),
       "compute_capability": getattr(device, "compute_capability", None),

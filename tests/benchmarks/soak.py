@@ -10,13 +10,14 @@ import argparse
 import json
 import os
 import pathlib
+import sys
 import tempfile
 import time
 
 from tests.benchmarks import end_to_end, losses, record
 
 MULTISTREAM = {"moe_te.xla_profile": "multistream-domain"}
-RUNS = {"plain": {}, "multistream": MULTISTREAM, "multistream again": MULTISTREAM}
+RUNS = {"plain": {}, "multistream": MULTISTREAM, "multistream-again": MULTISTREAM}
 REPEATABLE = dict(use_iota_embed="true")
 FLAGS = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
 
@@ -30,18 +31,20 @@ def main(argv=None):
   parser.add_argument("--timeout", type=int, default=150, help="seconds for one run")
   parser.add_argument("--out", help="JSON file for the results")
   args = parser.parse_args(argv)
-  module, ranks, _, more = (losses.RUNS | losses.SEVERAL_GPUS)[args.mesh]
+  module, ranks, _, more = losses.RUNS[args.mesh]
   words = end_to_end.COMMON | losses.MODELS[args.model] | losses.REDUCED | more | REPEATABLE | dict(steps=args.steps)
   os.environ["XLA_FLAGS"] = FLAGS
   results = {"model": args.model, "steps": args.steps, "words": [f"{key}={value}" for key, value in words.items()], "runs": {}}
-  first = []
+  first, wrong = {}, []
   for name in args.only:
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
       outputs, rows = end_to_end.run_ranks(module, words | RUNS[name], ranks, pathlib.Path(folder), args.timeout, share_memory=True)
     found = [row["learning/loss"] for row in rows]
-    first = first or found
-    same = next((step for step, (a, b) in enumerate(zip(found, first)) if a != b), min(len(found), len(first)))
+    reference = first.setdefault(str(RUNS[name]), found)
+    same = next((step for step, (a, b) in enumerate(zip(found, reference)) if a != b), min(len(found), len(reference)))
+    if outputs.statuses != [0] * ranks or same < args.steps:
+      wrong.append(name)
     results["runs"][name] = {
       "words": RUNS[name],
       "seconds": round(time.monotonic() - start, 1),
@@ -53,7 +56,10 @@ def main(argv=None):
     print(name, json.dumps(results["runs"][name]), flush=True)
   if args.out:  # at the end: it starts JAX here, which takes its memory
     record.write(args.out, results)
+  for name in wrong:
+    print("WRONG:", name)
+  return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-  main()
+  sys.exit(main())

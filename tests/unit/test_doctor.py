@@ -90,9 +90,10 @@ CASES = {
   "hidden gpus": (
     machine(variables={"CUDA_VISIBLE_DEVICES": "0,1"}),
     JOB,
-    E,
-    "a job of 8 GPUs per node on a machine with 8, of which CUDA_VISIBLE_DEVICES=0,1 shows 2; needed: as many as there are",
+    W,
+    "a job of 8 GPUs per node, and CUDA_VISIBLE_DEVICES=0,1 hides 6 of 8 here; needed: all of them, or a value of its own for each process",
   ),
+  "gpus hidden by the overlay": (machine(), job(variables={"CUDA_VISIBLE_DEVICES": ""}), E, "CUDA_VISIBLE_DEVICES='' hides the 8 GPUs"),
   "jax missing": (machine({"jax": None}), JOB, E, "jax is not installed; needed: jax>=0.11.1"),
   "jax gives wrong gradients": (
     machine({"jax": "0.11.0", "jaxlib": "0.11.0", "jax-cuda13-plugin": "0.11.0", "jax-cuda13-pjrt": "0.11.0"}),
@@ -691,12 +692,31 @@ def test_a_rank_that_dies_ends_its_probe(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-  ("asked", "visible"),
-  [(None, 8), ("0,1", 2), ("7", 1), ("", 0), ("-1", 0), ("0,9,1", 1), ("GPU-1a,GPU-2b", 2), (" 2 , 3 ", 2), ("NoDevFiles", 0)],
-)
-def test_only_visible_gpus_count(asked, visible):
-  variables = {} if asked is None else {"CUDA_VISIBLE_DEVICES": asked}
-  assert len(dataclasses.replace(MACHINE, variables=variables).visible) == visible
+  ("asked", "shown"),
+  [
+    (None, range(8)), ("0,1", (0, 1)), ("7", (7,)), ("", ()), ("-1", ()), ("0,9,1", (0,)), ("GPU-5,1", (5, 1)), ("GPU-,1", ()),
+    (" 2 , 3 ", (2, 3)), ("0,0", ()), ("1,GPU-1", ()), ("\u00b2", ()), ("MIG-7a,MIG-7b", ()),
+  ],
+)  # fmt: skip
+def test_only_visible_gpus_are_judged(asked, shown):
+  gpus = tuple(dataclasses.replace(H200, uuid=f"GPU-{index}-abc") for index in range(8))
+  whole = machine(gpus=gpus, no_peer_access=((0, 1), (2, 3)))
+  seen = facts.seen(whole, {} if asked is None else {"CUDA_VISIBLE_DEVICES": asked})
+  assert [gpu.index for gpu in seen.gpus] == list(shown) and seen.hidden == 8 - len(shown)
+  assert set(seen.no_peer_access) == {pair for pair in ((0, 1), (2, 3)) if set(pair) <= set(shown)}
+
+
+def test_a_slice_of_a_gpu_is_one():
+  sliced = machine(gpus=(H200, dataclasses.replace(H200, mig=True)))
+  assert [gpu.index for gpu in facts.seen(sliced, {"CUDA_VISIBLE_DEVICES": "MIG-7a,MIG-7b"}).gpus] == [1]
+
+
+def test_the_kind_of_gpu_is_that_of_a_visible_one():
+  """An older one beside it does not count once it is hidden, as the doctor advises."""
+  old = Gpu(name="NVIDIA A100", capability="8.0", memory_bytes=80 * GIB)
+  two = machine(gpus=(old, H200), variables={"CUDA_VISIBLE_DEVICES": "1"})
+  one = dataclasses.replace(JOB, gpus_per_node=1, config={**CONFIG, "axis_sizes": {"fsdp": 1, "expert": 1}, "num_decoder_layers": 2})
+  assert [str(finding) for finding in checks.examine(two, one) if finding.severity == E] == []
 
 
 # A compiled step
@@ -706,7 +726,10 @@ def test_a_plugin_without_descriptions_is_said(monkeypatch, tmp_path):
   (tmp_path / "xla_cuda_plugin.so").write_bytes(b"\0binary\0")
   found = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
   monkeypatch.setattr(described.importlib.util, "find_spec", lambda name: found)
-  with pytest.raises(RefusedError, match=r"no descriptions of GPUs in the CUDA plugin of JAX .*; needed: .* from JAX 0\.12 on"):
+  with pytest.raises(RefusedError, match=r"no descriptions of GPUs in .*xla_cuda_plugin.so; needed: .* from 0\.12 on"):
+    described.target("H200")
+  (tmp_path / "xla_cuda_plugin.so").unlink()
+  with pytest.raises(RefusedError, match=r"no .*xla_cuda_plugin.so; needed: the CUDA plugin whole"):
     described.target("H200")
 
 

@@ -102,20 +102,17 @@ def _rows_of_tokens(rows: jax.Array, row_of_slot: jax.Array) -> jax.Array:
   return jnp.take(rows, row_of_slot, axis=0, mode="fill", fill_value=0)
 
 
-def _tokens_of_rows(x: jax.Array, slot_of_row: jax.Array, experts_per_token: int) -> jax.Array:
-  """x [N,D] at the tokens of slot_of_row [R] -> [R,D]; zero in unused rows."""
-  # In pairs of 2-byte numbers where there are pairs: XLA's kernel moves four elements per thread and waits for memory most of the time.
-  # Filling, not `where`: under a scan, JAX keeps a loop-invariant array of zeros [R,D] for the whole step and reads it in each layer.
-  pairs = x.dtype.itemsize == 2 and x.shape[1] % 2 == 0
-  source = jax.lax.bitcast_convert_type(x.reshape(len(x), -1, 2), jnp.uint32) if pairs else x
-  picked = source.at[slot_of_row // experts_per_token].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-  return jax.lax.bitcast_convert_type(picked, x.dtype).reshape(len(picked), -1) if pairs else picked
-
-
 @jax.custom_vjp
 def gather_rows(x: jax.Array, order: RowOrder) -> jax.Array:
   """x [N,D] -> rows [R,D]; unused rows are zero."""
-  return _tokens_of_rows(x, order.slot_of_row, order.row_of_slot.shape[1])
+  # In pairs of 2-byte numbers where there are pairs: XLA's kernel moves four elements per thread and waits for memory most of the time.
+  # Filling, not `where`: under a scan, JAX keeps a loop-invariant array of zeros [R,D] for the whole step and reads it in each layer.
+  tokens = order.slot_of_row // order.row_of_slot.shape[1]
+  pick = lambda a: a.at[tokens].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+  if x.dtype.itemsize != 2 or x.shape[1] % 2:
+    return pick(x)
+  pairs = jax.lax.bitcast_convert_type(x.reshape(x.shape[0], x.shape[1] // 2, 2), jnp.uint32)
+  return jax.lax.bitcast_convert_type(pick(pairs), x.dtype).reshape(tokens.shape[0], x.shape[1])
 
 
 def _gather_rows_fwd(x, order):
@@ -161,7 +158,7 @@ def _combine_rows_fwd(rows, order, sum_dtype):
 def _combine_rows_bwd(sum_dtype, residuals, d_y):
   del sum_dtype
   order, of_rows = residuals
-  return _tokens_of_rows(d_y.astype(of_rows.dtype), order.slot_of_row, order.row_of_slot.shape[1]), None
+  return gather_rows(d_y.astype(of_rows.dtype), order), None
 
 
 combine_rows.defvjp(_combine_rows_fwd, _combine_rows_bwd)

@@ -65,18 +65,21 @@ def main(words: list[str]) -> int:
     findings = [finding for finding in findings if finding.severity != checks.NOTE]
   if args.ranks:
     findings += gather_ranks(Path(args.ranks), machine, rank=args.rank, count=args.rank_count)
-  if machine.visible and not args.machine and not args.image and args.probes:
+  here = facts.seen(machine, job.variables)
+  if here.gpus and not args.machine and not args.image and args.probes:
     from maxtext_moe_te.tools.doctor import probes
 
-    report["probes"], found = probes.run(machine, job)
+    report["probes"], found = probes.run(here, job)
     findings += found
   if (args.deep or args.verify_offload) and not job.refused:
-    request = _request(resolved, job, args, machine)
+    from maxtext_moe_te.tools import deep, gradients
+
+    request = _request(resolved, job, args, here)
     report["deep"], found = _deep(request)
     findings += found
-    moved = list(report["deep"]["names"]) if report["deep"] else []
-    if args.verify_offload and machine.visible and moved:
-      from maxtext_moe_te.tools import gradients
+    # Gradients can be compared on a GPU even where nothing can be compiled for described ones.
+    moved = list(report["deep"]["names"] if report["deep"] else job.options.get("offload") or deep.OFFLOAD)
+    if args.verify_offload and here.gpus and moved:
 
       report["gradients"], found = gradients.check(dataclasses.replace(request, options={**request.options, "offload": moved}))
       findings += found
@@ -147,7 +150,7 @@ def read_job(words: list[str], machine: facts.Machine, args) -> tuple[facts.Job,
   environment = dict(os.environ) if not args.machine else dict(machine.variables)
   if spec or options.xla_profile:
     overlays.apply_environment(asked.overlay, environment, options.xla_profile)
-  gpus_per_node = args.gpus_per_node or len(machine.visible) or 1
+  gpus_per_node = args.gpus_per_node or len(facts.seen(machine, environment).gpus) or 1
   job = facts.Job(
     nodes=args.nodes,
     gpus_per_node=gpus_per_node,

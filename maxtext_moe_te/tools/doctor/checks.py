@@ -15,7 +15,7 @@ from maxtext_moe_te import versions
 from maxtext_moe_te.errors import MoeTeError
 from maxtext_moe_te.moe import te_runtime
 from maxtext_moe_te.settings import xla_flags
-from maxtext_moe_te.tools.doctor.facts import Job, Machine
+from maxtext_moe_te.tools.doctor.facts import Job, Machine, seen
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 
@@ -55,6 +55,7 @@ def examine(machine: Machine, job: Job, *, names=None) -> list[Finding]:
     job: what is to run.
     names: the XLA flags that the installed libraries know, see `settings.xla_flags.installed_names`; None checks none.
   """
+  machine = seen(machine, {**machine.variables, **job.variables})
   found = [finding for one in CHECKS for finding in one(machine, job)]
   found += _flags(job, names)
   return sorted(found, key=lambda finding: (ERROR, WARNING, NOTE).index(finding.severity))
@@ -325,13 +326,10 @@ def nccl(machine, job):
 @check
 def gpus(machine, job):
   variables = {**machine.variables, **job.variables}
-  hidden = variables.get("CUDA_VISIBLE_DEVICES")
   wants = str(job.config.get("hardware", "")).startswith("gpu")
-  visible = [machine.gpus[index] for index in machine.visible]
-  if machine.gpus and not visible:
-    yield _error(
-      f"CUDA_VISIBLE_DEVICES={hidden!r} hides the {len(machine.gpus)} GPUs", "the GPUs visible", "unset CUDA_VISIBLE_DEVICES", "CUDA"
-    )
+  if machine.hidden and not machine.gpus:
+    hides = f"CUDA_VISIBLE_DEVICES={variables['CUDA_VISIBLE_DEVICES']!r} hides the {machine.hidden} GPUs"
+    yield _error(hides, "the GPUs visible", "unset CUDA_VISIBLE_DEVICES", "CUDA")
   platforms = variables.get("JAX_PLATFORMS", "")
   if machine.gpus and wants and platforms and "cuda" not in platforms and "gpu" not in platforms:
     yield _error(f"JAX_PLATFORMS={platforms} with hardware={job.config['hardware']}", "JAX on the GPUs", "unset JAX_PLATFORMS", "JAX")
@@ -340,30 +338,38 @@ def gpus(machine, job):
       "no GPU here: kernels, links and memory are not judged", "a machine like those of the job", "run the doctor there too", "nvidia-smi"
     )
     return
-  if len({(gpu.name, gpu.capability) for gpu in visible}) > 1:
-    kinds = ", ".join(sorted({gpu.name for gpu in visible}))
+  if len({(gpu.name, gpu.capability) for gpu in machine.gpus}) > 1:
+    kinds = ", ".join(sorted({gpu.name for gpu in machine.gpus}))
     yield _error(f"GPUs of several kinds: {kinds}", "one kind", "choose one by CUDA_VISIBLE_DEVICES", "one program is compiled for all")
-  if any(gpu.mig for gpu in visible) and job.gpus > 1:
+  if any(gpu.mig for gpu in machine.gpus) and job.gpus > 1:
     yield _error(
       "MIG is on, and NCCL cannot connect slices of GPUs", "whole GPUs for more than one process", "nvidia-smi -mig 0", "NVIDIA's MIG guide"
     )
   if machine.driver and int(machine.driver.split(".")[0]) < 580 and any("cuda13" in name for name in machine.packages):
     yield _error(f"driver {machine.driver}", "580 or newer for CUDA 13", "update the driver, or install jax[cuda12]", "CUDA 13's notes")
-  for index, gpu in zip(machine.visible, visible):
+  for gpu in machine.gpus:
     if gpu.memory_bytes and gpu.used_bytes > gpu.memory_bytes // 20:
       yield _warning(
-        f"GPU {index} has {_gib(gpu.used_bytes)} of {_gib(gpu.memory_bytes)} in use before the run",
+        f"GPU {gpu.index} has {_gib(gpu.used_bytes)} of {_gib(gpu.memory_bytes)} in use before the run",
         "a free GPU: XLA takes its pool at the start",
         "end the process that nvidia-smi shows",
         "nvidia-smi",
       )
-  if job.gpus_per_node > len(visible) > 0:
-    hides = f", of which CUDA_VISIBLE_DEVICES={hidden} shows {len(visible)}" if len(visible) < len(machine.gpus) else ""
+  there = len(machine.gpus) + machine.hidden
+  if job.gpus_per_node > there:
     yield _error(
-      f"a job of {job.gpus_per_node} GPUs per node on a machine with {len(machine.gpus)}{hides}",
+      f"a job of {job.gpus_per_node} GPUs per node on a machine with {there}",
       "as many as there are",
-      f"use --gpus-per-node {len(visible)}",
+      f"use --gpus-per-node {there}",
       "nvidia-smi",
+    )
+  elif job.gpus_per_node > len(machine.gpus):
+    yield _warning(
+      f"a job of {job.gpus_per_node} GPUs per node, and CUDA_VISIBLE_DEVICES={variables['CUDA_VISIBLE_DEVICES']} hides {machine.hidden} of "
+      f"{there} here",
+      "all of them, or a value of its own for each process",
+      "unset CUDA_VISIBLE_DEVICES",
+      "CUDA",
     )
 
 

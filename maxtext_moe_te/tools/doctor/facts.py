@@ -39,6 +39,8 @@ class Gpu:
   memory_bytes: int
   used_bytes: int = 0
   mig: bool = False
+  uuid: str = ""
+  index: int = 0  # among all of the machine; set by `seen`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,8 @@ class Machine:
     python: version.
     packages: installed versions.
     variables: of the environment.
-    gpus: as nvidia-smi lists them, whatever CUDA_VISIBLE_DEVICES says.
+    gpus: as nvidia-smi lists them, whatever CUDA_VISIBLE_DEVICES says; after `seen`, those it shows.
+    hidden: after `seen`, how many it hides.
     driver: version of the NVIDIA driver, or None.
     no_peer_access: pairs of GPUs that cannot read each other's memory.
     libraries: soname to what the loader finds; a library that is not there is missing here.
@@ -76,6 +79,7 @@ class Machine:
   packages: dict[str, str] = dataclasses.field(default_factory=dict)
   variables: dict[str, str] = dataclasses.field(default_factory=dict)
   gpus: tuple[Gpu, ...] = ()
+  hidden: int = 0
   driver: str | None = None
   no_peer_access: tuple[tuple[int, int], ...] = ()
   libraries: dict[str, Library] = dataclasses.field(default_factory=dict)
@@ -94,20 +98,6 @@ class Machine:
   def capability(self) -> str | None:
     """Of the first GPU."""
     return self.gpus[0].capability if self.gpus else None
-
-  @property
-  def visible(self) -> tuple[int, ...]:
-    """Indices into `gpus` of those that CUDA_VISIBLE_DEVICES leaves to a process; a UUID counts for the next one."""
-    asked = self.variables.get("CUDA_VISIBLE_DEVICES")
-    if asked is None:
-      return tuple(range(len(self.gpus)))
-    chosen = []
-    for word in map(str.strip, asked.split(",")):
-      index = int(word) if word.isdigit() else len(chosen) if word.startswith(("GPU-", "MIG-")) else None
-      if index is None or index >= len(self.gpus):
-        break  # as CUDA does: what follows a wrong one is hidden
-      chosen.append(index)
-    return tuple(chosen)
 
   def fingerprint(self) -> dict[str, str]:
     """What must be the same on every machine of a job: name to value."""
@@ -167,6 +157,34 @@ class Job:
   def expert_parallel(self) -> bool:
     """Whether it would make one, given a machine that can."""
     return self.wants_expert_parallel and not self.config.get("nccl_ep_refused")
+
+
+def seen(machine: Machine, variables: dict[str, str]) -> Machine:
+  """The machine as a process with these variables sees it: the GPUs that CUDA_VISIBLE_DEVICES shows, and what concerns them.
+
+  As CUDA reads it: numbers or the beginnings of UUIDs; what follows one that is wrong is hidden, and a repetition hides all.
+  """
+  asked, count = variables.get("CUDA_VISIBLE_DEVICES"), len(machine.gpus)
+  shown = list(range(count)) if asked is None else []
+  for word in map(str.strip, (asked or "").split(",")):
+    if word.startswith("MIG-"):  # a process sees one slice
+      found = [index for index, gpu in enumerate(machine.gpus) if gpu.mig and not shown][:1]
+    elif word.isdecimal():
+      found = [int(word)] if int(word) < count else []
+    else:
+      found = [index for index, gpu in enumerate(machine.gpus) if word and gpu.uuid.startswith(word)]
+    if len(found) != 1:
+      break
+    if found[0] in shown:
+      shown = []
+      break
+    shown += found
+  return dataclasses.replace(
+    machine,
+    gpus=tuple(dataclasses.replace(machine.gpus[index], index=index) for index in shown),
+    hidden=count - len(shown),
+    no_peer_access=tuple(pair for pair in machine.no_peer_access if set(pair) <= set(shown)),
+  )
 
 
 def machine_from(data: dict) -> Machine:
@@ -330,12 +348,13 @@ def _smi(*arguments):
 
 
 def _gpus():
-  fields = "name,compute_cap,memory.total,memory.used,mig.mode.current,driver_version"
+  fields = "name,compute_cap,memory.total,memory.used,mig.mode.current,driver_version,uuid"
   gpus, driver = [], None
   for line in _smi(f"--query-gpu={fields}", "--format=csv,noheader,nounits").splitlines():
-    name, capability, total, used, mig, driver = (field.strip() for field in line.split(","))
+    name, capability, total, used, mig, driver, uuid = (field.strip() for field in line.split(","))
     mib = lambda text: int(float(text)) * 2**20 if text.replace(".", "").isdigit() else 0
-    gpus.append(Gpu(name=name, capability=capability, memory_bytes=mib(total), used_bytes=mib(used), mig=mig == "Enabled"))
+    gpu = Gpu(name=name, capability=capability, memory_bytes=mib(total), used_bytes=mib(used), mig=mig == "Enabled", uuid=uuid)
+    gpus.append(gpu)
   return tuple(gpus), driver
 
 

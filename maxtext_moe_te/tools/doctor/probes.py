@@ -5,9 +5,11 @@
 `run` starts them and judges what they print.
 """
 
+import contextlib
 import json
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
@@ -35,7 +37,7 @@ def run(machine, job) -> tuple[dict, list[Finding]]:
       wanted["expert-parallel"] = 2
   results, findings = {}, []
   for name, ranks in wanted.items():
-    results[name], failure = _start(name, ranks, one_gpu=len(machine.visible) < ranks)
+    results[name], failure = _start(name, ranks, one_gpu=len(machine.gpus) < ranks)
     findings += judge(name, results[name], failure, machine.capability)
   return results, findings
 
@@ -54,29 +56,30 @@ def _start(name, ranks, *, one_gpu):
     # Files, not pipes: one that nobody reads would stop a talkative rank (NCCL_DEBUG=INFO).
     said = [(pathlib.Path(folder) / f"{rank}.out", pathlib.Path(folder) / f"{rank}.err") for rank in range(ranks)]
     processes = []
-    for rank, (out, err) in enumerate(said):
-      with out.open("w") as out, err.open("w") as err:
-        words = [str(rank), str(ranks), str(port), str(int(one_gpu))]
-        processes.append(subprocess.Popen([*command, *words], env=environment, stdout=out, stderr=err))
     end = time.monotonic() + TIMEOUT_S
     try:
+      for rank, (out, err) in enumerate(said):
+        with out.open("w") as out, err.open("w") as err:
+          words = [str(rank), str(ranks), str(port), str(int(one_gpu))]
+          processes.append(subprocess.Popen([*command, *words], env=environment, stdout=out, stderr=err, start_new_session=True))
       # The others wait for a rank that failed, and only rank 0 has a result.
       while processes[0].poll() is None and not any(process.poll() for process in processes):
         if time.monotonic() > end:
           return None, f"had not ended after {TIMEOUT_S} s"
         time.sleep(0.1)
+      failed = [rank for rank, process in enumerate(processes) if process.poll()] or [0]
     finally:
-      states = [process.poll() for process in processes]
       for process in processes:
-        process.kill()
-        process.wait()
-    printed = said[0][0].read_text()
+        with contextlib.suppress(ProcessLookupError):
+          os.killpg(process.pid, signal.SIGKILL)  # compilers that it started too
+      states = [process.wait() for process in processes]
+    printed = said[0][0].read_text(errors="replace")
     if "RESULT" in printed:
       return json.loads(printed.split("RESULT", 1)[1].splitlines()[0]), None
-    failed = next((rank for rank, status in enumerate(states) if status), 0)
-    last = " | ".join(line.strip() for line in said[failed][1].read_text(errors="replace").splitlines() if line.strip())[-400:]
-  how = f"was killed by signal {-states[failed]}" if states[failed] < 0 else f"ended with status {states[failed]}"
-  return None, f"{how}: {last}"
+    # Of ranks that failed together, the one that did not start the others' coordinator says why.
+    last = " | ".join(line.strip() for line in said[failed[-1]][1].read_text(errors="replace").splitlines() if line.strip())[-400:]
+  status = states[failed[-1]]
+  return None, f"{f'was killed by signal {-status}' if status < 0 else f'ended with status {status}'}: {last}"
 
 
 def judge(name: str, result: dict | None, failure: str | None, capability: str) -> list[Finding]:
