@@ -28,6 +28,19 @@ def test_every_figure_of_the_table_is_in_its_file():
       assert not cell or cell in known, f"{cell} is not in {file}"
 
 
+def test_every_figure_of_the_text_is_in_a_file_it_names():
+  measured = README.split("### Measured")[1].split("\n## ")[0]
+  checked = 0
+  for paragraph in measured.split("\n\n"):
+    files = [RESULTS / f"{name}.json" for name in re.findall(r"`([\w.-]+)`", paragraph)]
+    known = set().union(*(numbers(json.loads(file.read_text())) for file in files if file.exists()))
+    # Rates with one decimal and numbers of bytes; not versions, percentages or powers of ten.
+    for figure in re.findall(r"(?<![\d.,])(?:\d+\.\d|\d{1,3}(?:,\d{3}){2,})(?![\d.e]| %)", paragraph if known else ""):
+      assert figure.replace(",", "") in known, f"{figure} is in none of {[file.name for file in files if file.exists()]}"
+      checked += 1
+  assert checked >= 12
+
+
 def test_every_result_says_how_to_repeat_it():
   files = list(RESULTS.glob("*.json"))
   assert files
