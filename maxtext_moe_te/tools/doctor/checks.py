@@ -125,7 +125,7 @@ def jax(machine, job):
     )
   elif found in supported.hazards and machine.gpus:
     yield _warning(
-      f"jax {found}: {supported.hazards[found]}", "0.11.1, or 0.12 or newer", "pip install 'jax[cuda13]>=0.12'", "measured with 0.11.2"
+      f"jax {found}: {supported.hazards[found]}", "0.12 or newer", "pip install 'jax[cuda13]>=0.12'", "measured with 0.11.2"
     )
   lib = machine.packages.get("jaxlib")
   if lib is not None and Version(lib).release[:3] != Version(found).release[:3]:
