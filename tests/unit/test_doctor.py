@@ -873,6 +873,35 @@ def test_an_overlay_may_split_over_domains(monkeypatch):
   assert (asked["domains"], asked["per_domain"]) == (1, 16)
 
 
+@pytest.mark.parametrize(
+  ("options", "deep_result", "compared"),
+  [
+    ({}, dict(names=["key_proj"]), ["key_proj"]),
+    ({}, None, ["query_proj", "value_proj"]),
+    ({"offload": ["out_proj"]}, None, ["out_proj"]),
+    ({}, dict(names=[]), None),
+  ],
+)
+def test_gradients_are_compared_even_where_nothing_can_be_compiled(monkeypatch, capsys, options, deep_result, compared):
+  from maxtext_moe_te.tools import gradients
+
+  def compile_step(request):
+    if deep_result is None:
+      raise RefusedError(found="no descriptions of GPUs", needed="JAX 0.12", fix="pip install")
+    return deep_result
+
+  asked = []
+  monkeypatch.setattr(doctor.facts, "gather", lambda: MACHINE)
+  resolved = {"words": ["base.yml"], "overlay": "", "options": {}}
+  monkeypatch.setattr(doctor, "read_job", lambda words, machine, args: (dataclasses.replace(JOB, options=JOB.options | options), resolved))
+  monkeypatch.setattr(deep, "compile_step", compile_step)
+  monkeypatch.setattr(deep, "findings", lambda result: [])
+  monkeypatch.setattr(gradients, "check", lambda request: (asked.append(request.options["offload"]) or {}, []))
+  assert doctor.main(["--verify-offload", "--no-probes", "--json"]) == (1 if deep_result is None else 0)
+  assert asked == ([] if compared is None else [compared])
+  capsys.readouterr()
+
+
 def test_gradients_that_differ_are_named():
   import numpy as np
 
