@@ -45,7 +45,7 @@ def compile_one(name: str) -> dict:
   count, kind = gpus(name)
   domain = min(count, 64 if kind.startswith("G") else 8)
   topology = f"{count // domain}x{domain}x1"
-  devices, capability = described.devices(kind, topology)
+  devices, _ = described.devices(kind, topology)
   described.pretend_expert_parallel()
   described.pretend_fused_attention()
   import jax
@@ -59,7 +59,7 @@ def compile_one(name: str) -> dict:
   overlay = overlays.load(name)
   options = MoeTeOptions.from_mapping(overlay.moe_te, name)
   flags = xla_flags.profile(options.xla_profile) | overlay.xla_flags
-  flags |= {"xla_gpu_autotune_level": 0, "xla_gpu_enable_cub_radix_sort": capability < 100}
+  flags |= {"xla_gpu_autotune_level": 0, "xla_gpu_enable_cub_radix_sort": False}
   base = os.path.join(os.path.dirname(pyconfig.__file__), "base.yml")
   with tempfile.TemporaryDirectory() as folder:
     words = [base, f"base_output_directory={folder}", *WORDS]
