@@ -80,7 +80,6 @@ def main(words: list[str]) -> int:
     # Gradients can be compared on a GPU even where nothing can be compiled for described ones.
     moved = list(report["deep"]["names"] if report["deep"] else job.options.get("offload") or deep.OFFLOAD)
     if args.verify_offload and here.gpus and moved:
-
       report["gradients"], found = gradients.check(dataclasses.replace(request, options={**request.options, "offload": moved}))
       findings += found
   report["findings"] = [dataclasses.asdict(finding) for finding in findings]
