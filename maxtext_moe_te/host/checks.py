@@ -1,5 +1,6 @@
 """What is asked of a resolved configuration before anything is built. Imports none of MaxText's layers, so that it is cheap to ask."""
 
+from maxtext_moe_te.errors import RefusedError
 from maxtext_moe_te.host import overflow, parts, rules_from_config
 from maxtext_moe_te.settings.config import MoeTeOptions
 
@@ -20,6 +21,16 @@ def check_config(config, options: MoeTeOptions = MoeTeOptions()) -> None:
     logits_dtype = "float32" if config.float32_gate_logits else config.dtype
     parts.check_router(options, rules_from_config.router_rule(config), logits_dtype)
     overflow.check(options, config)
+    _check_cast(options, config)
+
+
+def _check_cast(options, config):
+  if options.cast_weights == "step" and config.parameter_memory_host_offload:
+    raise RefusedError(
+        found="moe_te.cast_weights=step with parameter_memory_host_offload=true, which brings weights to the device layer by layer",
+        needed="the cast in the layer",
+        fix="set moe_te.cast_weights=layer",
+    )
 
 
 def axis_sizes(config) -> dict[str, int]:

@@ -128,8 +128,8 @@ def layout_of(module: moe.RoutedMoE, inputs: jax.Array) -> block.Layout:
   mesh = module.mesh
   config = module.config
   rules_from_config.check_mesh(config, dict(mesh.shape))
-  batch, sequence, _ = _axes(module, ("activation_batch", "activation_norm_length", None))
-  expert, _, width = _axes(module, ("exp", None, "mlp_no_fsdp"))
+  batch, sequence, _ = mesh_axes(module, ("activation_batch", "activation_norm_length", None))
+  expert, _, width = mesh_axes(module, ("exp", None, "mlp_no_fsdp"))
   layout = block.Layout(mesh=mesh, batch=batch, sequence=sequence, expert=expert, width=width)
   if not expert:
     # MaxText replicates a batch that its axes do not divide, if there is no expert axis; so do we.
@@ -161,7 +161,7 @@ def layout_of(module: moe.RoutedMoE, inputs: jax.Array) -> block.Layout:
   return layout
 
 
-def _axes(module, logical_names) -> list[tuple[str, ...]]:
+def mesh_axes(module: moe.RoutedMoE, logical_names) -> list[tuple[str, ...]]:
   """The mesh axes of each dim, as tuples; axes of size 1 are left out by MaxText."""
   spec = module._logical_to_mesh_axes(logical_names)
   dims = [*spec, *([None] * (len(logical_names) - len(spec)))]

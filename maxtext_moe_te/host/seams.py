@@ -13,7 +13,7 @@ import sys
 from maxtext.common import metric_logger
 
 from maxtext_moe_te import versions
-from maxtext_moe_te.host import configuration, layer, metrics, overflow, parts, patching, remat
+from maxtext_moe_te.host import cast, configuration, layer, metrics, overflow, parts, patching, remat
 from maxtext_moe_te.host.checks import check_config
 from maxtext_moe_te.host.patching import Activation, Seam
 from maxtext_moe_te.settings import xla_flags
@@ -69,6 +69,8 @@ def seams(overlay, options: MoeTeOptions) -> list[Seam]:
             reason="the MoE layer itself; a method, because subclasses and from-imports keep the class",
         )
     )
+    if options.cast_weights != "layer":
+      needed.append(_cast(options))
     needed.append(_bootstrap_0_2_4(options) if old else _bootstrap(options))
     if options.metrics or options.capacity_factor:
       recorder, train_step = _metrics(options)
@@ -85,6 +87,18 @@ def seams(overlay, options: MoeTeOptions) -> list[Seam]:
           )
       )
   return needed
+
+
+def _cast(options):
+  return Seam(
+      target="maxtext.models.models:Transformer.__call__",
+      replace=cast.casting(options),
+      fingerprints={
+          "0.2.4": "d0115d17af0a57dc44a8ae75553968e8de6a30221ea8b01ebc7a83111f7eafca",
+          "0.2.5": "e40acd1d82c5c19554b9a72a6b48d4b5ba5f8a6a62d5ba4b0836c583c3cd06ec",
+      },
+      reason="called once per pass over the model, between the parameters and the loop over layers",
+  )
 
 
 def _bootstrap(options):

@@ -15,6 +15,7 @@ CHOICES = {
   "transport": ("auto", "local", "xla", "nccl_ep"),
   "experts": ("auto", "reference", "ragged_dot", "blocked", "te"),
   "recipe": ("bf16", "mxfp8"),
+  "cast_weights": ("auto", "step", "layer"),
 }
 
 # The tensors that MaxText's remat_policy=custom can place, by their keys in its configuration; not the indices, which are small.
@@ -37,6 +38,9 @@ class MoeTeOptions:
     transport: what carries rows to the ranks that hold their experts.
     experts: what multiplies the rows with the expert weights.
     recipe: precision of Transformer Engine's grouped products; mxfp8 needs Blackwell.
+    cast_weights: where float32 expert weights become the compute dtype: step, once in front of the loop over layers, which is
+      faster and sums their gradients over devices in the compute dtype, as MaxText does; layer, which sums them in float32. auto
+      takes step where no sum is taken, and so nothing but time changes.
     capacity_factor: receive capacity of a rank over that of balanced routing, at least 1; 0 holds whatever the routing. A step
       that exceeds a finite one stops the run, its update not applied.
     offload: tensors kept in host memory between forward and backward pass, by MaxText's names; a list, or text with commas.
@@ -51,6 +55,7 @@ class MoeTeOptions:
   transport: str = "auto"
   experts: str = "auto"
   recipe: str = "bf16"
+  cast_weights: str = "auto"
   capacity_factor: float = 0.0
   offload: tuple[str, ...] = ()
   metrics: bool = True
