@@ -90,6 +90,10 @@ VARIANTS = {
     # What a user with memory to spare sets: weights stored as they are computed with, and nothing recomputed but the sorted rows.
     "te-tuned": ("maxtext_moe_te.train", TUNED),
     "tokamax-tuned": ("maxtext.trainers.pre_train.train", TUNED | dict(use_tokamax_gmm="true")),
+    # With few layers, each of them can be compiled for itself: nothing is stacked.
+    "te-tuned-unrolled": ("maxtext_moe_te.train", TUNED | dict(scan_layers="false")),
+    "tokamax-tuned-unrolled": ("maxtext.trainers.pre_train.train", TUNED | dict(use_tokamax_gmm="true", scan_layers="false")),
+    "te-cast-once": ("maxtext_moe_te.train", {"moe_te.cast_weights": "step"}),
     **{
         f"te-{profile}": ("maxtext_moe_te.train", {"moe_te.xla_profile": profile})
         for profile in ("multistream-domain", "multistream-aggressive")
