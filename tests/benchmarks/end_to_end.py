@@ -248,8 +248,8 @@ def main(argv=None):
     figures = run(args.run, variant, args.steps, args.timeout, args.profile, args.words)
     results["variants"][variant] = figures
     print(variant, json.dumps({k: v for k, v in figures.items() if k != "words"}), flush=True)
-    if args.out:  # at once, so that a run that is cut short leaves what it has
-      record.write(args.out, results)
+  if args.out:
+    record.write(args.out, results)
 
 
 if __name__ == "__main__":
