@@ -37,8 +37,8 @@ def environment(tmp_path_factory):
   return described.environment(tmp_path_factory.mktemp("stub"))
 
 
-def compiled(environment, gpu, case):
-  command = [sys.executable, "-m", "tests.te.compile_layer", gpu, case]
+def compiled(environment, *words, module="tests.te.compile_layer"):
+  command = [sys.executable, "-m", module, *words]
   done = subprocess.run(command, env=environment, capture_output=True, text=True)
   assert done.returncode == 0, done.stderr[-3000:]
   return json.loads(done.stdout.split("RESULT", 1)[1])
@@ -53,6 +53,13 @@ def test_kernels(environment, gpu, case):
   assert "te_grouped_gemm_ffi" not in result["calls"], "the kernel that waits for the host"
   # Rows and hidden rows of one layer and their gradients, four times over.
   assert result["temporary_bytes"] < 4 * 2 * (8 * 256 * 4 + 16 * 128) * (2 * 256 + 6 * 512) + 2**28
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("choice,dtype", [("step", "bf16"), ("layer", "f32")])
+def test_stacks_of_expert_weights_and_gradients(environment, choice, dtype):
+  """With one cast per step, XLA leaves no float32 stack of expert weights or of their gradients in the loops over layers."""
+  assert compiled(environment, choice, module="tests.te.compile_cast")["carried"] == [dtype]
 
 
 def test_mxfp8_refuses_odd_widths():

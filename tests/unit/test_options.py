@@ -15,6 +15,7 @@ def test_defaults():
     "transport": "auto",
     "experts": "auto",
     "recipe": "bf16",
+    "cast_weights": "auto",
     "capacity_factor": 0.0,
     "offload": (),
     "metrics": True,
@@ -47,8 +48,8 @@ def test_every_choice_is_accepted(name):
   [
     (
       {"ruoter": "jax"},
-      "unknown option moe_te.ruoter in my.yml; needed: one of enabled, router, transport, experts, recipe, capacity_factor, offload, "
-      "metrics, xla_profile, unknown_host. Fix: write moe_te.router.",
+      "unknown option moe_te.ruoter in my.yml; needed: one of enabled, router, transport, experts, recipe, cast_weights, capacity_factor, "
+      "offload, metrics, xla_profile, unknown_host. Fix: write moe_te.router.",
     ),
     ({"zzz": 1}, "Fix: remove moe_te.zzz."),
     ({"router": "jaxx"}, "moe_te.router=jaxx in my.yml; needed: one of auto, jax, te. Fix: write moe_te.router=jax."),
