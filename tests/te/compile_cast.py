@@ -1,5 +1,7 @@
-"""Compiles a train step of MaxText for one described H200, with expert weights cast where `compile_cast step|layer` says, and prints what its
-loops over layers read and write."""
+"""Compiles a train step of MaxText for one described H200 and prints what its loops over layers carry: compile_cast step|layer.
+
+The word says where expert weights are cast.
+"""
 
 import json
 import os
@@ -12,11 +14,12 @@ from maxtext_moe_te.tools import described
 LAYERS, EXPERTS, WIDTH, EXPERT_WIDTH = 3, 8, 256, 384
 STACK = f"[{LAYERS},{EXPERTS},{WIDTH},{2 * EXPERT_WIDTH}]"
 WORDS = dict(
-  model_name="qwen3-30b-a3b", override_model_config="true", base_emb_dim=WIDTH, base_num_decoder_layers=LAYERS, base_moe_mlp_dim=EXPERT_WIDTH,
-  base_mlp_dim=EXPERT_WIDTH, base_num_query_heads=4, base_num_kv_heads=4, head_dim=64, num_experts=EXPERTS, num_experts_per_tok=2,
-  vocab_size=4096, max_target_length=256, per_device_batch_size=2, dtype="bfloat16", weight_dtype="float32", megablox="false",
-  sparse_matmul="true", attention="dot_product", hardware="gpu", prefuse_moe_weights="true", param_scan_axis=0, run_name="cast",
-  skip_jax_distributed_system="true", log_config="false", enable_checkpointing="false",
+  model_name="qwen3-30b-a3b", override_model_config="true", base_emb_dim=WIDTH, base_num_decoder_layers=LAYERS,
+  base_moe_mlp_dim=EXPERT_WIDTH, base_mlp_dim=EXPERT_WIDTH, base_num_query_heads=4, base_num_kv_heads=4, head_dim=64,
+  num_experts=EXPERTS, num_experts_per_tok=2, vocab_size=4096, max_target_length=256, per_device_batch_size=2, dtype="bfloat16",
+  weight_dtype="float32", megablox="false", sparse_matmul="true", attention="dot_product", hardware="gpu",
+  prefuse_moe_weights="true", param_scan_axis=0, run_name="cast", skip_jax_distributed_system="true", log_config="false",
+  enable_checkpointing="false",
 )  # fmt: skip
 
 
