@@ -102,7 +102,7 @@ def parameters(module):
       yield ".".join(map(str, path)), variable
 
 
-def run_layer(config, mesh, call, module, x, cotangent, **inputs) -> dict:
+def run_layer(config, mesh, call, module, x, cotangent, compiler_options=None, **inputs) -> dict:
   """Output, losses and every gradient of one layer.
 
   Args:
@@ -112,6 +112,7 @@ def run_layer(config, mesh, call, module, x, cotangent, **inputs) -> dict:
     module: the layer.
     x: [B,S,D].
     cotangent: [B,S,D], weights of the scalar that is differentiated; the load-balance loss enters it with factor 3.
+    compiler_options: XLA's, for this program.
     **inputs: further arguments of the call, arrays.
 
   Returns:
@@ -126,7 +127,7 @@ def run_layer(config, mesh, call, module, x, cotangent, **inputs) -> dict:
   fixed = {name: array for name, array in inputs.items() if not jnp.issubdtype(array.dtype, jnp.floating)}
   floating = {name: array for name, array in inputs.items() if name not in fixed}
 
-  @jax.jit
+  @functools.partial(jax.jit, compiler_options=compiler_options)
   def value_and_gradients(state, floating):
     def scalar(state, floating):
       y, loss, update = call(nnx.merge(graph, state), **floating, **fixed)

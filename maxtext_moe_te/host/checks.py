@@ -27,7 +27,7 @@ def check_config(config, options: MoeTeOptions = MoeTeOptions()) -> None:
 def _check_cast(options, config):
   if options.cast_weights == "step" and config.parameter_memory_host_offload:
     raise RefusedError(
-        found="moe_te.cast_weights=step with parameter_memory_host_offload=true, which brings weights to the device layer by layer",
+        found="moe_te.cast_weights=step with parameter_memory_host_offload=true, under which MaxText moves weights itself",
         needed="the cast in the layer",
         fix="set moe_te.cast_weights=layer",
     )

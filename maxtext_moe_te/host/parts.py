@@ -36,7 +36,7 @@ def choose(options: MoeTeOptions, layout: Layout, spec: LayerSpec, logits_dtype)
   router, why_router = _router(options, device, spec, logits_dtype)
   experts, why_experts = _experts(options, device, spec)
   transport, why_transport = _transport(options, layout, spec, device, mxfp8=options.recipe == "mxfp8")
-  _log_choice(
+  log_once(
       f"MoE layer on {device.platform}: router {router}{why_router} ({spec.router}); transport {transport.name}{why_transport}; "
       f"experts {experts}{why_experts} ({spec.expert})"
   )
@@ -48,7 +48,8 @@ def choose(options: MoeTeOptions, layout: Layout, spec: LayerSpec, logits_dtype)
 
 
 @functools.cache
-def _log_choice(line):
+def log_once(line: str) -> None:
+  """What was chosen, for the log; layers are traced many times."""
   log.info(line)
 
 

@@ -123,7 +123,8 @@ def moe_block(
     x: [B,S,D].
     logits: [B,S,E], the gate's projections before score function and bias, in the gate's dtype.
     router_inputs: what the router rule needs besides, for the whole batch.
-    weights: of all E experts; cast to the layer's dtype inside, so that their gradients are summed over devices unrounded.
+    weights: of all E experts, in float32 or the layer's dtype. Those in float32 are cast inside, so that their gradients are summed
+      over devices unrounded.
     spec: what to compute.
     layout: how arrays are split over the mesh.
     parts: with what.

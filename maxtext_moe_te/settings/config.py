@@ -40,7 +40,7 @@ class MoeTeOptions:
     recipe: precision of Transformer Engine's grouped products; mxfp8 needs Blackwell.
     cast_weights: where float32 expert weights become the compute dtype: step, once in front of the loop over layers, which is
       faster and sums their gradients over devices in the compute dtype, as MaxText does; layer, which sums them in float32. auto
-      takes step where no sum is taken, and so nothing but time changes.
+      takes step where no sum is taken, and so no result changes.
     capacity_factor: receive capacity of a rank over that of balanced routing, at least 1; 0 holds whatever the routing. A step
       that exceeds a finite one stops the run, its update not applied.
     offload: tensors kept in host memory between forward and backward pass, by MaxText's names; a list, or text with commas.

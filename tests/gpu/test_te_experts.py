@@ -10,6 +10,8 @@ from tests import helpers, tolerances
 
 pytestmark = [pytest.mark.gpu, pytest.mark.te]
 
+# Otherwise XLA leaves roundings of plain products out, by version not the same ones, and a clamp then takes other values.
+ROUND_WHERE_WRITTEN = {"xla_allow_excess_precision": False}
 GROUPS = {
     "even": [128, 128, 128, 128],
     "empty": [0, 300, 0, 212],
@@ -63,7 +65,9 @@ def test_layer_against_float32(model):
     more = {"gate_inputs": x + 0.1 * cotangent} if config.decoder_block.value == "gemma4" else {}
     for _, leaf in helpers.parameters(module):
       leaf[...] = leaf[...].astype(jnp.bfloat16).astype(leaf.dtype)
-    results[name] = helpers.run_layer(config, mesh, helpers.our_call(experts=experts), module, x, cotangent, **more)
+    results[name] = helpers.run_layer(
+        config, mesh, helpers.our_call(experts=experts), module, x, cotangent, compiler_options=ROUND_WHERE_WRITTEN, **more
+    )
   for quantity, wanted in results["oracle"].items():
     ours, plain = (helpers.relative_error(results[name][quantity], wanted) for name in ("te", "plain"))
     assert ours <= max(tolerances.BFLOAT16_RATIO * plain, tolerances.BFLOAT16_ROUNDING), (quantity, ours, plain)

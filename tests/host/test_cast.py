@@ -58,7 +58,7 @@ def casts(step):
 
 def test_one_cast_of_all_layers(tmp_path):
   words = [*QWEN3, *EXPERT8, "param_scan_axis=0", "base_moe_mlp_dim=40"]
-  once, layerwise = (casts(built(tmp_path, words, choice)) for choice in ("step", "layer"))
+  once, layerwise = (casts(built(tmp_path, words, choice)) for choice in ("auto", "layer"))
   assert (once["3x8x64x40x"], once["3x8x40x64x"]) == (2, 1)
   assert (layerwise["3x8x64x40x"], layerwise["3x8x40x64x"]) == (0, 0)
   assert (once["1x64x40x"], once["1x40x64x"]) == (0, 0), "cast again in the layer"
@@ -76,7 +76,30 @@ def test_dtype_of_sums_over_devices(tmp_path, choice, dtype):
   assert sums(built(tmp_path, [*QWEN3, *DATA8, "base_moe_mlp_dim=40"], choice)) == {dtype}
 
 
+@pytest.mark.parametrize(
+    "mesh,devices",
+    [
+        (dict(ici_expert_parallelism=8), 1),
+        (dict(ici_expert_parallelism=4, ici_tensor_parallelism=2), 1),
+        (dict(ici_expert_parallelism=4, ici_fsdp_parallelism=2), 2),
+        (dict(ici_fsdp_parallelism=2, ici_data_parallelism=2, ici_tensor_parallelism=2), 4),
+        (dict(ici_expert_parallelism=2, ici_context_parallelism=4), 4),
+    ],
+)
+def test_how_many_devices_sum(mesh, devices):
+  from flax.linen import partitioning
+
+  from maxtext_moe_te.host import cast
+
+  config = helpers.maxtext_config("mixtral-8x7b", **{"ici_fsdp_parallelism": 1, **mesh})
+  with partitioning.axis_rules(config.logical_axis_rules):
+    assert cast.gradient_sums(helpers.routed_moe(config, helpers.mesh_of(config, 8))) == devices
+
+
 def test_auto_says_why_not(tmp_path, caplog):
+  from maxtext_moe_te.host import parts
+
+  parts.log_once.cache_clear()
   with caplog.at_level(logging.INFO, "maxtext_moe_te"):
     assert built(tmp_path, [*QWEN3, *EXPERT2], "auto").lowered
   assert (
@@ -97,8 +120,8 @@ def test_weights_in_host_memory(tmp_path):
   with pytest.raises(RefusedError) as refused:
     built(tmp_path, words, "step")
   assert str(refused.value) == (
-      "moe_te.cast_weights=step with parameter_memory_host_offload=true, which brings weights to the device layer by layer; needed: the "
-      "cast in the layer. Fix: set moe_te.cast_weights=layer."
+      "moe_te.cast_weights=step with parameter_memory_host_offload=true, under which MaxText moves weights itself; needed: the cast in the "
+      "layer. Fix: set moe_te.cast_weights=layer."
   )
 
 
