@@ -31,11 +31,12 @@ def built(folder, words, choice, **more):
   return step.build(words, options=MoeTeOptions(cast_weights=choice), **more)
 
 
-def gradients_of(built_step):
+def gradients_of(built_step, options=None):
   from maxtext_moe_te.host import step
 
   state = built_step.initialize()
-  compiled = built_step.compile({"xla_allow_excess_precision": False})  # CPUs would otherwise leave out roundings, and not the same ones
+  # XLA would otherwise leave out roundings, and not the same ones.
+  compiled = built_step.compile({"xla_allow_excess_precision": False, **(options or {})})
   with built_step.context():
     for seed in range(2):
       state, _ = compiled(state, built_step.random_batch(seed))
