@@ -56,7 +56,7 @@ CONFIG = dict(
   compile_xla_flags="", axis_sizes={"data": 1, "fsdp": 2, "expert": 4, "tensor": 1},
 )  # fmt: skip
 VARIABLES = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.85"}
-JOB = Job(gpus_per_node=8, config=CONFIG, options=MoeTeOptions(experts="te").as_dict(), variables=VARIABLES)
+JOB = Job(gpus_per_node=8, config=CONFIG, options=MoeTeOptions(experts="te", cast_weights="step").as_dict(), variables=VARIABLES)
 
 
 def machine(packages=None, libraries=None, **changes):
@@ -393,6 +393,12 @@ CASES = {
   "the run's own refusal": (MACHINE, job(refused=dict(found="a", needed="b", fix="c")), E, "a; needed: b. Fix: c."),
   "experts do not fit with Adam's moments": (MACHINE, job(LARGE), E, "alone take 162.0 GiB of each GPU, XLA's pool is 119.8 GiB"),
   # combinations
+  "float32 sums": (
+    MACHINE,
+    job(options={"cast_weights": "auto"}, axes={"data": 3}),
+    N,
+    "gradients of expert weights summed over 6 devices in float32",
+  ),
   "packing": (MACHINE, job({"packing": True}), E, "attention=cudnn_flash_te with packing and no max_segments_per_seq"),
   "bfloat16 weights": (MACHINE, job({"weight_dtype": "bfloat16"}), N, "weight_dtype=bfloat16: small updates of weights are rounded away"),
   "collectives captured": (
