@@ -135,8 +135,7 @@ def _compile(request, folder):
     except MoeTeError as error:
       why_not = error.found
   flags = {} if overlay is None else dict(overlay.xla_flags)
-  # Without CUB: XLA asks it for scratch space, which takes a GPU for each shape that its table does not have.
-  flags |= {"xla_gpu_autotune_level": 0, "xla_gpu_enable_cub_radix_sort": False, "xla_dump_hlo_as_text": True}
+  flags |= {**described.COMPILER_OPTIONS, "xla_dump_hlo_as_text": True}
   variants = {"offload" if names else "device": (step, {})}
   if names:
     on_device = ["remat_policy=custom", *(f"{name}=device" for name in names)]

@@ -29,6 +29,9 @@ CUresult cuDriverGetVersion(int *v) { if (v) *v = 13050; return 0; }
 CUresult cuDeviceGetCount(int *n) { if (n) *n = 0; return NO_DEVICE; }
 """
 
+# What asks a GPU while XLA compiles: choosing kernels by time, and CUB's scratch space for each shape that XLA's table does not have.
+COMPILER_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_cub_radix_sort": False}
+
 
 def environment(folder: pathlib.Path) -> dict[str, str]:
   """The environment for a process that compiles for described GPUs.

@@ -77,8 +77,7 @@ def main(gpu: str, case: str) -> dict:
   weights = shaped(LAYERS, D, E), shaped(LAYERS, E, D, 2 * F, split=per_expert), shaped(LAYERS, E, F, D, split=per_expert)
   x = shaped(B, S, D, split=P(layout.batch))
   lowered = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(x, weights)
-  # On Blackwell XLA asks the driver how much scratch CUB's sort needs; there is no driver here.
-  compiled = lowered.compile(compiler_options={"xla_gpu_autotune_level": 0, "xla_gpu_enable_cub_radix_sort": False})
+  compiled = lowered.compile(compiler_options=described.COMPILER_OPTIONS)
   calls = collections.Counter(re.findall(r'custom_call_target="([^"]+)"', compiled.as_text()))
   return {"capability": capability, "calls": calls, "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes}
 

@@ -59,7 +59,7 @@ def compile_one(name: str) -> dict:
   overlay = overlays.load(name)
   options = MoeTeOptions.from_mapping(overlay.moe_te, name)
   flags = xla_flags.profile(options.xla_profile) | overlay.xla_flags
-  flags |= {"xla_gpu_autotune_level": 0, "xla_gpu_enable_cub_radix_sort": False}
+  flags |= described.COMPILER_OPTIONS
   base = os.path.join(os.path.dirname(pyconfig.__file__), "base.yml")
   with tempfile.TemporaryDirectory() as folder:
     words = [base, f"base_output_directory={folder}", *WORDS]
