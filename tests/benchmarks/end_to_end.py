@@ -7,6 +7,7 @@ A run that fails is recorded with its last line of output.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import glob
 import json
@@ -113,15 +114,15 @@ VARIANTS = {
 }
 
 
-def run(name: str, variant: str, steps: int, timeout: int, profile: bool, extra: list[str]) -> dict:
-  """Runs one variant and returns its figures."""
+def run(name: str, variant: str, steps: int, timeout: int, profile: bool, extra: list[str], keep: str | None = None) -> dict:
+  """Runs one variant and returns its figures; what MaxText wrote stays in keep/variant."""
   module, more = VARIANTS[variant]
   spec = RUNS[name]
   words = COMMON | spec["words"] | more | dict(steps=steps) | dict(word.split("=", 1) for word in extra)
   if profile:
     os.environ["JAX_LOG_COMPILES"] = "1"
     words |= dict(profiler="xplane", skip_first_n_steps_for_profiler=steps - 3, profiler_steps=2)
-  with tempfile.TemporaryDirectory() as folder:
+  with contextlib.nullcontext(os.path.join(keep, variant)) if keep else tempfile.TemporaryDirectory() as folder:
     outputs, rows = run_ranks(module, words, spec["ranks"], pathlib.Path(folder), timeout)
     traced = kernels.of_trace(folder, steps=2) if profile and list(pathlib.Path(folder).rglob("perfetto*")) else None
   result = {"module": module, "words": [f"{key}={value}" for key, value in words.items()]}
@@ -241,11 +242,12 @@ def main(argv=None):
   parser.add_argument("--timeout", type=int, default=200, help="seconds for one variant")
   parser.add_argument("--out", help="JSON file for the results")
   parser.add_argument("--profile", action="store_true", help="profile two late steps of each variant (slows them)")
+  parser.add_argument("--keep", metavar="FOLDER", help="leave logs, metrics and profiles there, one folder per variant")
   parser.add_argument("words", nargs="*", help="further key=value words for every variant")
   args = parser.parse_args(argv)
   results = {"run": args.run, "variants": {}}
   for variant in args.variants:
-    figures = run(args.run, variant, args.steps, args.timeout, args.profile, args.words)
+    figures = run(args.run, variant, args.steps, args.timeout, args.profile, args.words, args.keep)
     results["variants"][variant] = figures
     print(variant, json.dumps({k: v for k, v in figures.items() if k != "words"}), flush=True)
   if args.out:
