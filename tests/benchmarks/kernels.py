@@ -8,8 +8,9 @@ import re
 
 # First match wins.
 CLASSES = (
-    ("grouped product", r"nvjet|cublasLt|grouped|cutlass.*gemm|gemm_setup|sm90_xmma|sm100"),
+    ("grouped product", r"ptrGroup|grouped"),
     ("attention", r"cudnn|flash|fmha"),
+    ("product", r"nvjet|cublasLt|gemm|sm90_xmma|sm100"),
     ("expert parallel", r"nccl_ep|ncclEp|dispatch|combine_kernel"),
     ("collective", r"nccl|AllReduce|AllGather|ReduceScatter|AllToAll|all_reduce_kernel"),
     ("sort", r"[Rr]adix|cub::|sort"),

@@ -10,7 +10,8 @@ from tests import helpers, tolerances
 
 pytestmark = [pytest.mark.gpu, pytest.mark.te]
 
-# Otherwise XLA leaves roundings of plain products out, by version not the same ones, and a clamp then takes other values.
+# Otherwise XLA leaves roundings of plain products out, by version not the same ones, and a clamp then takes other values: with JAX 0.11.1,
+# GPT-OSS's d_wi_0 on plain products is then 2.2 % off, and 2.8 % with every rounding, which is also what Transformer Engine's have.
 ROUND_WHERE_WRITTEN = {"xla_allow_excess_precision": False}
 GROUPS = {
     "even": [128, 128, 128, 128],

@@ -916,8 +916,26 @@ def test_gradients_that_differ_are_named():
   same = {"w": np.float32([1, -0.0]), "b": np.float32([2])}
   assert gradients.differing(same, {name: array.copy() for name, array in same.items()}) == []
   assert gradients.differing(same, {**same, "w": np.float32([1, 0.0])}) == ["w"], "bits, not values"
-  assert gradients.differing({"w": np.zeros(2, np.float32)}, {"w": np.zeros(2, np.float32)}) == ["w"], "zeros prove nothing"
-  (finding,) = gradients.findings({"names": ["query_proj"], "differ": ["step 0: w"]}, "here")
+  for value, why in ((0, "all zero"), (np.nan, "not finite")):
+    proof_of_nothing = {"w": np.full(2, value, np.float32)}
+    assert gradients.differing(proof_of_nothing, proof_of_nothing) == [f"w ({why})"]
+  result = {"names": ["query_proj"], "first_losses": [7.5, 7.5], "differ": []}
+  assert gradients.findings(result, "here") == []
+  (finding,) = gradients.findings(result | {"differ": ["step 0: w"]}, "here")
+  assert finding.severity == "error"
   assert str(finding) == (
     "offload of query_proj changes gradients: step 0: w; needed: the same bits as without it. Fix: remove moe_te.offload. [here]"
+  )
+
+
+def test_gradients_of_another_forward_pass_are_not_blamed_on_offload():
+  from maxtext_moe_te.tools import gradients
+
+  result = {"names": ["query_proj"], "first_losses": [7.333778381347656, 7.333917617797852], "differ": ["step 0: w"]}
+  (finding,) = gradients.findings(result, "here")
+  assert finding.severity == "warning"
+  assert str(finding) == (
+    "the first loss is 7.333778381347656 with offload of query_proj and 7.333917617797852 without: XLA rounds the forward pass otherwise; "
+    "needed: the same forward pass, to compare gradients bit for bit. Fix: watch the loss of the first steps with moe_te.offload and "
+    "without it. [here]"
   )

@@ -31,10 +31,11 @@ def test_a_trace(tmp_path):
   kernel = lambda name, start, length, tid=1, pid=1: {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": start, "dur": length}
   events = [
     kernel("nvjet_sm90", 0, 4000), kernel("ncclDevKernel_AllGather", 2000, 4000, tid=2), kernel("cudaGraphLaunch", 0, 1, pid=9),
-    kernel("loop_fusion", 8000, 1000), kernel("cudnn_sdpa", 9000, 1000), kernel("python frame", 0, 90000, pid=9),
+    kernel("loop_fusion", 8000, 1000), kernel("cudnn_sdpa_sm100", 9000, 1000), kernel("python frame", 0, 90000, pid=9),
+    kernel("nvjet_sm90_h_ptrGroup_TNT", 10000, 3000), kernel("gemm_fusion_dot_1", 13000, 1000),
   ]  # fmt: skip
   (tmp_path / "perfetto_trace.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": process + streams + events}).encode()))
   found = kernels.of_trace(tmp_path, steps=2)
-  assert found["by_class_ms"] == {"grouped product": 2.0, "collective": 2.0, "fusion": 0.5, "attention": 0.5}
-  assert found["overlap_ms"] == {"busy": 4.0, "communicating": 2.0, "exposed": 1.0, "concurrent": 0.0}
+  assert found["by_class_ms"] == {"product": 2.5, "collective": 2.0, "grouped product": 1.5, "fusion": 0.5, "attention": 0.5}
+  assert found["overlap_ms"] == {"busy": 6.0, "communicating": 2.0, "exposed": 1.0, "concurrent": 0.0}
   assert found["graph_launches"] == 0.5 and found["longest"][0] == {"kernel": "nvjet_sm90", "ms": 2.0, "launches": 0.5}

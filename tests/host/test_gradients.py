@@ -1,0 +1,30 @@
+"""The check of `doctor --verify-offload`, on CPUs: there both programs are the same, so that what it computes is what is tested."""
+
+import importlib.util
+import pathlib
+
+import pytest
+
+from maxtext_moe_te.tools import deep, gradients
+
+pytestmark = pytest.mark.host
+
+
+def test_two_steps_of_a_reduced_model(monkeypatch):
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  base = pathlib.Path(importlib.util.find_spec("maxtext").submodule_search_locations[0], "configs", "base.yml")
+  words = (str(base), "run_name=t", "model_name=mixtral-8x7b", "override_model_config=true", "num_experts=4", "attention=cudnn_flash_te")
+  result, findings = gradients.check(deep.Request(words=words, options={"offload": ["query_proj"]}, layers=2))
+  assert findings == []
+  assert result["platform"] == "cpu" and result["names"] == ["query_proj"]
+  assert result["arrays"] >= 10
+  assert result["first_losses"][0] == result["first_losses"][1] > 5
+
+
+def test_a_run_that_is_refused(monkeypatch):
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  base = pathlib.Path(importlib.util.find_spec("maxtext").submodule_search_locations[0], "configs", "base.yml")
+  words = (str(base), "run_name=t", "model_name=mixtral-8x7b", "override_model_config=true")
+  result, (finding,) = gradients.check(deep.Request(words=words, options={"offload": ["wkv_b_proj"]}, layers=2))
+  assert result is None
+  assert finding.severity == "error" and "wkv_b_proj" in finding.found
