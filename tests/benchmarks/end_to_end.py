@@ -242,9 +242,11 @@ def main(argv=None):
   parser.add_argument("--timeout", type=int, default=200, help="seconds for one variant")
   parser.add_argument("--out", help="JSON file for the results")
   parser.add_argument("--profile", action="store_true", help="profile two late steps of each variant (slows them)")
-  parser.add_argument("--keep", metavar="FOLDER", help="leave logs, metrics and profiles there, one folder per variant")
+  parser.add_argument("--keep", metavar="FOLDER", help="a new folder, in which logs, metrics and profiles stay")
   parser.add_argument("words", nargs="*", help="further key=value words for every variant")
   args = parser.parse_args(argv)
+  if args.keep and os.path.exists(args.keep):
+    parser.error(f"--keep {args.keep} exists; needed: a new folder")
   results = {"run": args.run, "variants": {}}
   for variant in args.variants:
     figures = run(args.run, variant, args.steps, args.timeout, args.profile, args.words, args.keep)

@@ -6,9 +6,9 @@ import json
 import pathlib
 import re
 
-# First match wins.
+# First match wins. Where a result file has "grouped product" instead, that class held all of cuBLAS's products.
 CLASSES = (
-    ("grouped product", r"ptrGroup|grouped"),
+    ("expert product", r"ptrGroup|grouped"),
     ("attention", r"cudnn|flash|fmha"),
     ("product", r"nvjet|cublasLt|gemm|sm90_xmma|sm100"),
     ("expert parallel", r"nccl_ep|ncclEp|dispatch|combine_kernel"),

@@ -64,7 +64,8 @@ def run(variant: str, args, reference: list[dict] | None) -> tuple[dict, list[di
     reference = []
     figures["losses"], _ = trained(variant, args, step, compiled, lambda i, found: reference.append(found) or [])
     figures["gradient_arrays"] = len(reference[0])
-  compare = lambda i, found: [f"step {i}: {name}" for name in gradients.differing(reference[i], found)]
+  wrong = lambda i, found: [*gradients.differing(found, reference[i]), *gradients.proving_nothing(reference[i])]
+  compare = lambda i, found: [f"step {i}: {name}" for name in wrong(i, found)]
   losses, figures["gradients_that_differ"] = trained(variant, args, step, compiled, compare)
   figures.setdefault("losses", losses)
   figures["step_ms"] = timed(args, step, compiled)

@@ -31,7 +31,7 @@ def main():
   parser.add_argument("--data", type=int, default=1, help="size of the data axis outside the expert axis")
   parser.add_argument("--bench", action="store_true", help="time ours and Transformer Engine's moe() instead of checking")
   parser.add_argument("--even", action="store_true", help="balanced routing instead of Dirichlet(1)")
-  parser.add_argument("--keep", metavar="FOLDER", help="leave the profile there")
+  parser.add_argument("--keep", metavar="FOLDER", help="leave the profile of each rank there")
   parser.add_argument("--out")
   args = parser.parse_args()
   os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.3" if args.one_gpu else "0.7"  # NCCL EP allocates beside XLA's pool
@@ -209,7 +209,8 @@ class Layer:
     result |= {"capacity": self.group.capacity, "tflop_per_rank": tflop}
     ours = record.time_ms(step, inputs, cotangent)
     result["ours"] = ours | {"tflops": round(tflop / ours["median_ms"] * 1e3, 1)}
-    with contextlib.nullcontext(self.args.keep) if self.args.keep else tempfile.TemporaryDirectory() as folder:
+    kept = os.path.join(self.args.keep, str(self.args.rank)) if self.args.keep else ""
+    with contextlib.nullcontext(kept) if kept else tempfile.TemporaryDirectory() as folder:
       with jax.profiler.trace(folder, create_perfetto_trace=True):
         for _ in range(3):
           jax.block_until_ready(step(inputs, cotangent))

@@ -16,15 +16,17 @@ def test_two_steps_of_a_reduced_model(monkeypatch):
   words = (str(base), "run_name=t", "model_name=mixtral-8x7b", "override_model_config=true", "num_experts=4", "attention=cudnn_flash_te")
   result, findings = gradients.check(deep.Request(words=words, options={"offload": ["query_proj"]}, layers=2))
   assert findings == []
-  assert result["platform"] == "cpu" and result["names"] == ["query_proj"]
+  assert result["platform"] == "cpu" and result["attention"] == "dot_product" and result["names"] == ["query_proj"]
   assert result["arrays"] >= 10
-  assert result["first_losses"][0] == result["first_losses"][1] > 5
+  assert len(result["losses"][0]) == gradients.STEPS and result["losses"][0] == result["losses"][1]
 
 
-def test_a_run_that_is_refused(monkeypatch):
+def test_a_reduced_run_that_is_refused(monkeypatch):
+  """Plain attention, which is all that a CPU has, names no context."""
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
   base = pathlib.Path(importlib.util.find_spec("maxtext").submodule_search_locations[0], "configs", "base.yml")
   words = (str(base), "run_name=t", "model_name=mixtral-8x7b", "override_model_config=true")
-  result, (finding,) = gradients.check(deep.Request(words=words, options={"offload": ["wkv_b_proj"]}, layers=2))
+  result, (finding,) = gradients.check(deep.Request(words=words, options={"offload": ["context"]}, layers=2))
   assert result is None
-  assert finding.severity == "error" and "wkv_b_proj" in finding.found
+  assert finding.severity == "warning"
+  assert finding.found.startswith("gradients with offload were not compared: moe_te.offload with context")

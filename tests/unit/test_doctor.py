@@ -908,34 +908,61 @@ def test_gradients_are_compared_even_where_nothing_can_be_compiled(monkeypatch, 
   capsys.readouterr()
 
 
-def test_gradients_that_differ_are_named():
+def test_gradients_that_differ_are_measured():
   import numpy as np
 
   from maxtext_moe_te.tools import gradients
 
-  same = {"w": np.float32([1, -0.0]), "b": np.float32([2])}
-  assert gradients.differing(same, {name: array.copy() for name, array in same.items()}) == []
-  assert gradients.differing(same, {**same, "w": np.float32([1, 0.0])}) == ["w"], "bits, not values"
-  for value, why in ((0, "all zero"), (np.nan, "not finite")):
-    proof_of_nothing = {"w": np.full(2, value, np.float32)}
-    assert gradients.differing(proof_of_nothing, proof_of_nothing) == [f"w ({why})"]
-  result = {"names": ["query_proj"], "first_losses": [7.5, 7.5], "differ": []}
-  assert gradients.findings(result, "here") == []
-  (finding,) = gradients.findings(result | {"differ": ["step 0: w"]}, "here")
-  assert finding.severity == "error"
-  assert str(finding) == (
-    "offload of query_proj changes gradients: step 0: w; needed: the same bits as without it. Fix: remove moe_te.offload. [here]"
-  )
+  same = {"w": np.float32([3, -0.0, 4]), "b": np.float32([2])}
+  assert gradients.differing({name: array.copy() for name, array in same.items()}, same) == {}
+  assert gradients.differing({**same, "w": np.float32([3, 0.0, 4])}, same) == {"w": 0.0}, "bits, not values"
+  assert gradients.differing({**same, "w": np.float32([3, 5, 4])}, same) == {"w": 1.0}
+  broken = {**same, "w": np.float32([np.nan, 0, 4])}
+  assert gradients.differing(broken, same) == {"w": None}
+  assert gradients.differing(same, broken) == {}
+  assert gradients.proving_nothing(broken | {"b": np.zeros(2, np.float32), "c": np.float32([0, 1])}) == ["w", "b"]
 
 
-def test_gradients_of_another_forward_pass_are_not_blamed_on_offload():
+EQUAL, ROUNDED = [[7.5, 7.25]] * 2, [[7.5, 7.25], [7.501, 7.25]]
+CHANGED = "offload of query_proj changes gradients, by up to {}; needed: the same bits as without it. Fix: remove moe_te.offload. [here]"
+
+
+@pytest.mark.parametrize(
+  ("result", "severity", "text"),
+  [
+    (dict(losses=EQUAL, differ={"step 0: w": 0.0, "step 1: b": 1e-4}), "error", CHANGED.format("1.0e-04: step 1: b, step 0: w")),
+    (
+      dict(losses=ROUNDED, differ={"step 0: w": 0.02, "step 0: b": 0.03}),
+      "warning",
+      "XLA rounds the forward pass with offload of query_proj otherwise: the first loss is 7.5 instead of 7.501, gradients are up to "
+      "3.0e-02 apart; needed: the same forward pass, to compare gradients bit for bit. Fix: watch the loss of the first steps with "
+      "moe_te.offload and without it. [here]",
+    ),
+    # What rounding does not explain is not blamed on it.
+    (dict(losses=ROUNDED, differ={"step 0: w": 0.02, "step 0: b": 1.2}), "error", CHANGED.format("1.2e+00: step 0: b, step 0: w")),
+    (dict(losses=ROUNDED, differ={"step 0: w": None}), "error", CHANGED.format("inf: step 0: w")),
+    (dict(losses=[[9.0], [7.5]], differ={"step 0: w": 0.02}), "error", CHANGED.format("2.0e-02: step 0: w")),
+    (dict(losses=[[None], [7.5]], differ={"step 0: w": 0.02}), "error", CHANGED.format("2.0e-02: step 0: w")),
+    (
+      dict(losses=EQUAL, nothing=["step 0: w", "step 1: w"]),
+      "warning",
+      "gradients that are zero or not finite without offload too prove nothing: step 0: w, step 1: w; needed: "
+      "gradients that can be compared. Fix: look at the loss of the first steps with moe_te.offload and without it. [here]",
+    ),
+  ],
+)
+def test_what_compared_gradients_say(result, severity, text):
   from maxtext_moe_te.tools import gradients
 
-  result = {"names": ["query_proj"], "first_losses": [7.333778381347656, 7.333917617797852], "differ": ["step 0: w"]}
-  (finding,) = gradients.findings(result, "here")
-  assert finding.severity == "warning"
-  assert str(finding) == (
-    "the first loss is 7.333778381347656 with offload of query_proj and 7.333917617797852 without: XLA rounds the forward pass otherwise; "
-    "needed: the same forward pass, to compare gradients bit for bit. Fix: watch the loss of the first steps with moe_te.offload and "
-    "without it. [here]"
-  )
+  (finding,) = gradients.findings({"names": ["query_proj"], "differ": {}, "nothing": []} | result, "here")
+  assert (finding.severity, str(finding)) == (severity, text)
+
+
+def test_equal_gradients_say_nothing():
+  from maxtext_moe_te.tools import gradients
+
+  result = {"names": ["query_proj"], "attention": "dot_product", "arrays": 14, "differ": {}, "nothing": [], "losses": EQUAL}
+  assert gradients.findings(result, "here") == []
+  report = {"machine": dataclasses.asdict(MACHINE), "machine_digest": "0", "job": dataclasses.asdict(JOB), "seconds": 1}
+  line = "gradients of the reduced model, attention=dot_product: 0 of 2 steps x 14 arrays differ with offload"
+  assert line in doctor.text(report | {"gradients": result}, []).splitlines()

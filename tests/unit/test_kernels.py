@@ -36,6 +36,6 @@ def test_a_trace(tmp_path):
   ]  # fmt: skip
   (tmp_path / "perfetto_trace.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": process + streams + events}).encode()))
   found = kernels.of_trace(tmp_path, steps=2)
-  assert found["by_class_ms"] == {"product": 2.5, "collective": 2.0, "grouped product": 1.5, "fusion": 0.5, "attention": 0.5}
+  assert found["by_class_ms"] == {"product": 2.5, "collective": 2.0, "expert product": 1.5, "fusion": 0.5, "attention": 0.5}
   assert found["overlap_ms"] == {"busy": 6.0, "communicating": 2.0, "exposed": 1.0, "concurrent": 0.0}
   assert found["graph_launches"] == 0.5 and found["longest"][0] == {"kernel": "nvjet_sm90", "ms": 2.0, "launches": 0.5}

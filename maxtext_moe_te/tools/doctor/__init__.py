@@ -294,7 +294,10 @@ def text(report: dict, findings: list[Finding]) -> str:
     lines.append(deep.text(report["deep"]))
   if report.get("gradients"):
     checked = report["gradients"]
-    lines.append(f"gradients of the reduced model: {checked['arrays']} arrays, {len(checked['differ'])} differ with offload")
+    lines.append(
+      f"gradients of the reduced model, attention={checked['attention']}: {len(checked['differ'])} of {len(checked['losses'][0])} steps x "
+      f"{checked['arrays']} arrays differ with offload"
+    )
   lines += [f"{finding.severity}: {finding}" for finding in findings]
   counts = {severity: sum(finding.severity == severity for finding in findings) for severity in ("error", "warning", "note")}
   lines.append(
