@@ -31,6 +31,11 @@ class MoeTeError(Exception):
     self.found, self.needed, self.fix = found, needed, fix
     super().__init__(f"{found}; needed: {needed}. Fix: {fix}.")
 
+  @property
+  def fields(self) -> dict[str, str]:
+    """The three parts, by name: for JSON, and to raise it again elsewhere."""
+    return {"found": self.found, "needed": self.needed, "fix": self.fix}
+
   def __reduce__(self):  # keyword-only arguments do not survive pickling between processes by themselves
     return (_rebuild, (type(self), self.found, self.needed, self.fix))
 

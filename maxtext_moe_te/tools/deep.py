@@ -95,7 +95,7 @@ def main(folder: str) -> int:
   try:
     answer = _compile(request, pathlib.Path(folder))
   except MoeTeError as error:
-    answer = {"refused": {"found": error.found, "needed": error.needed, "fix": error.fix}}
+    answer = {"refused": error.fields}
   (pathlib.Path(folder) / "answer.json").write_text(json.dumps(answer))
   return 0
 

@@ -194,5 +194,5 @@ if __name__ == "__main__":
   try:
     answer = main()
   except MoeTeError as error:
-    answer = {"refused": {"found": error.found, "needed": error.needed, "fix": error.fix}}
+    answer = {"refused": error.fields}
   print("RESULT", json.dumps(answer), flush=True)

@@ -51,7 +51,7 @@ def main() -> int:
     if options.enabled:
       parts.check_options(options)  # last: of what is installed here, which may not be where the job runs
   except MoeTeError as error:
-    answer["refused"] = fields(error)
+    answer["refused"] = error.fields
   except Exception as error:  # MaxText's own refusal: shown as it is
     text = " ".join(str(error).split())
     answer["refused"] = {"found": f"MaxText refuses the configuration: {text[:600]}", "needed": "another", "fix": "change what it names"}
@@ -59,17 +59,12 @@ def main() -> int:
   return 0
 
 
-def fields(error: MoeTeError) -> dict[str, str]:
-  """The three parts of an error."""
-  return {"found": error.found, "needed": error.needed, "fix": error.fix}
-
-
 def refusal(call) -> dict[str, str] | None:
   """What a check that raises says, or None."""
   try:
     call()
   except MoeTeError as error:
-    return fields(error)
+    return error.fields
   return None
 
 
