@@ -49,8 +49,9 @@ dist: $(READY) ## build the wheel and the sdist into dist/, the same bytes from 
 test-install: $(READY) ## install the wheel beside MaxText 0.2.5 and 0.2.4, train, patch, revert, uninstall
 	$(PYTHON_BIN) -m pytest tests/install/check_install.py -q --require-host $(ARGS)
 
-check: $(READY) ## lint
+check: $(READY) ## lint, and one format for the whole tree
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 # Keeps the versions that are locked already where it can; ARGS=--upgrade takes the newest.
 lock: $(BIN)/uv ## resolve requirements.lock anew from pyproject.toml

@@ -226,9 +226,7 @@ def _check_module(module):
   if found is None:
     last = {name.rpartition(".")[2]: name for name in KNOWN_MODULES}
     near = nearest(module, KNOWN_MODULES) or last.get(nearest(module.rpartition(".")[2], last), TRAIN)
-    raise OptionError(
-      found=f"there is no module {module}", needed="a MaxText entry point by its full name", fix=f"write {near}"
-    )
+    raise OptionError(found=f"there is no module {module}", needed="a MaxText entry point by its full name", fix=f"write {near}")
 
 
 def _ours(error):

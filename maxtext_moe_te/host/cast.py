@@ -59,10 +59,10 @@ def _before_the_loop(module, options) -> bool:
     return False
   sums = gradient_sums(module)
   parts.log_once(
-      f"expert weights are cast to {config.dtype} once per step"
-      if sums == 1
-      else f"expert weights are cast to {config.dtype} in every layer, so that {sums} devices sum their gradients in "
-      f"{config.weight_dtype}; moe_te.cast_weights=step is faster and sums them in {config.dtype}"
+    f"expert weights are cast to {config.dtype} once per step"
+    if sums == 1
+    else f"expert weights are cast to {config.dtype} in every layer, so that {sums} devices sum their gradients in "
+    f"{config.weight_dtype}; moe_te.cast_weights=step is faster and sums them in {config.dtype}"
   )
   return sums == 1
 

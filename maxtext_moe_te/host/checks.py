@@ -27,9 +27,9 @@ def check_config(config, options: MoeTeOptions = MoeTeOptions()) -> None:
 def _check_cast(options, config):
   if options.cast_weights == "step" and config.parameter_memory_host_offload:
     raise RefusedError(
-        found="moe_te.cast_weights=step with parameter_memory_host_offload=true, under which MaxText moves weights itself",
-        needed="the cast in the layer",
-        fix="set moe_te.cast_weights=layer",
+      found="moe_te.cast_weights=step with parameter_memory_host_offload=true, under which MaxText moves weights itself",
+      needed="the cast in the layer",
+      fix="set moe_te.cast_weights=layer",
     )
 
 
@@ -37,8 +37,8 @@ def axis_sizes(config) -> dict[str, int]:
   """Size of every mesh axis; one left open (-1) gets the devices the others leave."""
   sizes = {}
   for parallelism, devices in (
-      (config.ici_parallelism, config.num_target_devices // max(config.num_slices, 1)),
-      (config.dcn_parallelism, max(config.num_slices, 1)),
+    (config.ici_parallelism, config.num_target_devices // max(config.num_slices, 1)),
+    (config.dcn_parallelism, max(config.num_slices, 1)),
   ):
     known = 1
     for size in parallelism:

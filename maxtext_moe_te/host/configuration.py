@@ -259,9 +259,7 @@ def _injected(argv, config_class, kwargs, overlay, options):
     injected |= _permission(run, replaced)
     if "logical_axis_rules" in replaced and not injected.get("override_logical_axis_rules"):
       # MaxText merges rules by name, but drops the model's altogether once overriding is allowed.
-      injected["logical_axis_rules"] = pyconfig._merge_logical_axis_rules(
-        run.model["logical_axis_rules"], injected["logical_axis_rules"]
-      )
+      injected["logical_axis_rules"] = pyconfig._merge_logical_axis_rules(run.model["logical_axis_rules"], injected["logical_axis_rules"])
   return injected
 
 
@@ -385,9 +383,7 @@ def _switches(run, config_class, injected, overlay):
       ", ".join(_shown(key, value) for key, value in {**injected, **switched}.items() if key in _TO_DROPLESS),
     )
   if _true(stock.get("te_moe_block")):
-    _refuse_words(
-      run, stock, _FROM_UPSTREAM_TE, tuple(_FROM_UPSTREAM_TE), "selects MaxText's own Transformer Engine MoE block"
-    )
+    _refuse_words(run, stock, _FROM_UPSTREAM_TE, tuple(_FROM_UPSTREAM_TE), "selects MaxText's own Transformer Engine MoE block")
     switched |= _changed(run, stock, injected, _FROM_UPSTREAM_TE)
     was = ", ".join(_shown(key, stock[key]) for key in switched if key in _FROM_UPSTREAM_TE and key != "te_moe_block")
     log.info("MaxText's te_moe_block replaced by the plugin%s", f" (not used: {was})" if was else "")
@@ -404,11 +400,7 @@ def _switches(run, config_class, injected, overlay):
 
 
 def _drops(values):
-  return (
-    _number(values.get("num_experts")) > 1
-    and not _true(values.get("sparse_matmul"))
-    and _number(values.get("capacity_factor")) > 0
-  )
+  return _number(values.get("num_experts")) > 1 and not _true(values.get("sparse_matmul")) and _number(values.get("capacity_factor")) > 0
 
 
 def _refuse_words(run, stock, table, keys, what):
@@ -435,8 +427,7 @@ def _permission(run, replaced):
     return {}
   if "override_model_config" in run.user:
     raise OptionError(
-      found=f"{', '.join(replaced)} must differ from {run.model_path}, "
-      f"and {run.by_user('override_model_config')} does not allow it",
+      found=f"{', '.join(replaced)} must differ from {run.model_path}, and {run.by_user('override_model_config')} does not allow it",
       needed="override_model_config=true on the command line",
       fix="write override_model_config=true, or remove the word: the overlay needs none",
     )

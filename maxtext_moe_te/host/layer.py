@@ -33,22 +33,20 @@ def _routed_moe(module, options, inputs, input_ids, gate_inputs, forced_routed_e
   """(y [B,S,D], load-balance loss or None, bias update float32 [E], or int32 counts under gradient accumulation, or None)."""
   config = module.config
   if module.wi_0_sparsity_module is not None:
-    raise RefusedError(
-        found="weight sparsity in the expert products", needed="dense expert weights", fix="remove the sparsity rule"
-    )
+    raise RefusedError(found="weight sparsity in the expert products", needed="dense expert weights", fix="remove the sparsity rule")
   spec = rules_from_config.layer_spec(config, hash_routing=module.is_hash_routing)
   inputs = inputs.astype(spec.dtype)
   layout = layout_of(module, inputs)
   gate_dtype = jnp.float32 if config.float32_gate_logits else config.dtype
   logits = gate_logits(module.gate, inputs if gate_inputs is None else gate_inputs.astype(gate_dtype))
   out = block.moe_block(
-      inputs,
-      logits,
-      router_inputs(module, spec.router, input_ids, forced_routed_experts),
-      expert_weights(module, layout),
-      spec=spec,
-      layout=layout,
-      parts=parts.choose(options, layout, spec, logits.dtype),
+    inputs,
+    logits,
+    router_inputs(module, spec.router, input_ids, forced_routed_experts),
+    expert_weights(module, layout),
+    spec=spec,
+    layout=layout,
+    parts=parts.choose(options, layout, spec, logits.dtype),
   )
   if options.metrics or options.capacity_factor:
     metrics.sow(module, out)
@@ -64,27 +62,27 @@ def router_inputs(module: moe.RoutedMoE, rule: RouterRule, input_ids, forced_rou
   if forced_routed_experts is not None and rule.weight_on_input:
     # MaxText sends an unused place through some expert, with half the token and weight 1.
     raise RefusedError(
-        found="forced_routed_experts with decoder_block=llama4",
-        needed="a model whose unused places add nothing",
-        fix="set moe_te.enabled=false to replay this model on MaxText's own layer",
+      found="forced_routed_experts with decoder_block=llama4",
+      needed="a model whose unused places add nothing",
+      fix="set moe_te.enabled=false to replay this model on MaxText's own layer",
     )
   table_experts = key = None
   if rule.selection is Selection.TABLE:
     if input_ids is None:
       raise RefusedError(
-          found="a hash-routed layer called without token ids",
-          needed="a decoder that passes input_ids to its MoE layers",
-          fix="set moe_te.enabled=false to run this model on MaxText's own layer",
+        found="a hash-routed layer called without token ids",
+        needed="a decoder that passes input_ids to its MoE layers",
+        fix="set moe_te.enabled=false to run this model on MaxText's own layer",
       )
     table_experts = module.tid2eid.value.astype(jnp.int32)[input_ids.astype(jnp.int32)]
   if rule.selection is Selection.RANDOM:
     key = module.rngs.params()
   return routing.RouterInputs(
-      bias=None if module.gate.bias is None else jnp.asarray(module.gate.bias[...], module.gate.dtype),
-      expert_scale=module.per_expert_scale[...] if rule.expert_scale else None,
-      table_experts=table_experts,
-      key=key,
-      replayed_experts=forced_routed_experts,
+    bias=None if module.gate.bias is None else jnp.asarray(module.gate.bias[...], module.gate.dtype),
+    expert_scale=module.per_expert_scale[...] if rule.expert_scale else None,
+    table_experts=table_experts,
+    key=key,
+    replayed_experts=forced_routed_experts,
   )
 
 
@@ -92,13 +90,13 @@ def gate_logits(gate: moe.GateLogit, inputs: jax.Array) -> jax.Array:
   """[B,S,E] in the gate's dtype: what `GateLogit` computes before score function and bias, quantized if it is."""
   axis = linears.normalize_axes(gate.axis, inputs.ndim)
   return linears._compute_dot_general_nnx(
-      jnp.asarray(inputs, gate.dtype),
-      jnp.asarray(gate.kernel[...], gate.dtype),
-      axis,
-      tuple(range(len(axis))),
-      gate.matmul_precision,
-      gate.quant_dot_general,
-      False,
+    jnp.asarray(inputs, gate.dtype),
+    jnp.asarray(gate.kernel[...], gate.dtype),
+    axis,
+    tuple(range(len(axis))),
+    gate.matmul_precision,
+    gate.quant_dot_general,
+    False,
   )
 
 
@@ -107,9 +105,9 @@ def expert_weights(module: moe.RoutedMoE, layout: block.Layout) -> ExpertWeights
   biases = {}
   if module.config.mlp_bias:
     biases = {
-        "gate_bias": module.wi_0_bias[...],
-        "up_bias": module.wi_1_bias[...],
-        "down_bias": module.wo_bias[...],
+      "gate_bias": module.wi_0_bias[...],
+      "up_bias": module.wi_1_bias[...],
+      "down_bias": module.wo_bias[...],
     }
   if not module.config.prefuse_moe_weights:
     return ExpertWeights(down=module.wo[...], gate=module.wi_0[...], up=module.wi_1[...], **biases)
@@ -138,25 +136,25 @@ def layout_of(module: moe.RoutedMoE, inputs: jax.Array) -> block.Layout:
   shared = set(layout.tokens) & set(layout.width)
   if shared:
     raise RefusedError(
-        found=f"mesh axes {', '.join(sorted(shared))} split both the tokens and the experts' width",
-        needed="an axis for each",
-        fix="change logical_axis_rules so that activation_batch, activation_norm_length and mlp_no_fsdp share no axis larger than 1",
+      found=f"mesh axes {', '.join(sorted(shared))} split both the tokens and the experts' width",
+      needed="an axis for each",
+      fix="change logical_axis_rules so that activation_batch, activation_norm_length and mlp_no_fsdp share no axis larger than 1",
     )
   ranks = layout.size(layout.expert)
   if config.num_experts % ranks:
     raise RefusedError(
-        found=f"num_experts={config.num_experts} over mesh axes {', '.join(f'{a}={mesh.shape[a]}' for a in layout.expert)}",
-        needed="as many experts on every rank",
-        fix=f"change those axes so that their product divides {config.num_experts}",
+      found=f"num_experts={config.num_experts} over mesh axes {', '.join(f'{a}={mesh.shape[a]}' for a in layout.expert)}",
+      needed="as many experts on every rank",
+      fix=f"change those axes so that their product divides {config.num_experts}",
     )
   for dim, size, axes in (("batch", inputs.shape[0], layout.batch), ("sequence", inputs.shape[1], layout.sequence)):
     if size % layout.size(axes):
       raise RefusedError(
-          found=f"a {dim} of {size} over mesh axes {', '.join(f'{a}={mesh.shape[a]}' for a in axes)}",
-          needed=f"a multiple of {layout.size(axes)}",
-          fix="change per_device_batch_size or the parallelism of those axes"
-          if dim == "batch"
-          else "change max_target_length or the parallelism of those axes",
+        found=f"a {dim} of {size} over mesh axes {', '.join(f'{a}={mesh.shape[a]}' for a in axes)}",
+        needed=f"a multiple of {layout.size(axes)}",
+        fix="change per_device_batch_size or the parallelism of those axes"
+        if dim == "batch"
+        else "change max_target_length or the parallelism of those axes",
       )
   return layout
 

@@ -79,9 +79,7 @@ def always_recording(options: MoeTeOptions):
 
   def replace(original):
     @functools.wraps(original)
-    def get_functional_train_with_signature(
-        train_step, data_sharding, state_mesh_shardings, model, config, params_shardings=None
-    ):
+    def get_functional_train_with_signature(train_step, data_sharding, state_mesh_shardings, model, config, params_shardings=None):
       train_step = overflow.keeping_state(train_step, options)
       return original(train_step, data_sharding, state_mesh_shardings, model, _recording(config), params_shardings)
 

@@ -25,9 +25,9 @@ def check(options: MoeTeOptions, config) -> None:
   for wrong, setting in ((config.enable_diloco, "enable_diloco=true"), (config.eval_interval > 0, f"eval_interval={config.eval_interval}")):
     if options.capacity_factor and wrong:
       raise RefusedError(
-          found=f"moe_te.capacity_factor={options.capacity_factor:g} with {setting}, whose steps are not checked for overflow",
-          needed="a capacity that nothing exceeds",
-          fix="set moe_te.capacity_factor=0",
+        found=f"moe_te.capacity_factor={options.capacity_factor:g} with {setting}, whose steps are not checked for overflow",
+        needed="a capacity that nothing exceeds",
+        fix="set moe_te.capacity_factor=0",
       )
 
 
@@ -85,13 +85,13 @@ class _Checked:
     given = f"(moe_te.capacity_factor={self._capacity_factor:g}); the step's update was not applied"
     if self._microbatches > 1:  # only the mean over microbatches is known
       return CapacityError(
-          found=f"a rank was sent more rows than the {capacity:.0f} it holds in one of {self._microbatches} microbatches {given}",
-          needed="a capacity that nothing exceeds, or a larger factor",
-          fix="set moe_te.capacity_factor=0 and start again from the last checkpoint",
+        found=f"a rank was sent more rows than the {capacity:.0f} it holds in one of {self._microbatches} microbatches {given}",
+        needed="a capacity that nothing exceeds, or a larger factor",
+        fix="set moe_te.capacity_factor=0 and start again from the last checkpoint",
       )
     held = math.ceil(100 * self._capacity_factor * demand / capacity) / 100
     return CapacityError(
-        found=f"a rank was sent {demand:.0f} rows in this step and holds {capacity:.0f} {given}",
-        needed=f"moe_te.capacity_factor of at least {held:g} for this step, or 0, which holds whatever the routing",
-        fix=f"set moe_te.capacity_factor=0 or {math.ceil(held * 12.5) / 10:g} and start again from the last checkpoint",
+      found=f"a rank was sent {demand:.0f} rows in this step and holds {capacity:.0f} {given}",
+      needed=f"moe_te.capacity_factor of at least {held:g} for this step, or 0, which holds whatever the routing",
+      fix=f"set moe_te.capacity_factor=0 or {math.ceil(held * 12.5) / 10:g} and start again from the last checkpoint",
     )

@@ -37,8 +37,8 @@ def choose(options: MoeTeOptions, layout: Layout, spec: LayerSpec, logits_dtype)
   experts, why_experts = _experts(options, device, spec)
   transport, why_transport = _transport(options, layout, spec, device, mxfp8=options.recipe == "mxfp8")
   log_once(
-      f"MoE layer on {device.platform}: router {router}{why_router} ({spec.router}); transport {transport.name}{why_transport}; "
-      f"experts {experts}{why_experts} ({spec.expert})"
+    f"MoE layer on {device.platform}: router {router}{why_router} ({spec.router}); transport {transport.name}{why_transport}; "
+    f"experts {experts}{why_experts} ({spec.expert})"
   )
   if experts == "te":
     grouped_matmul = te.grouped_matmul_mxfp8 if options.recipe == "mxfp8" else te.grouped_matmul
@@ -69,15 +69,15 @@ def check_options(options: MoeTeOptions) -> None:
       raise type(error)(found=f"{' and '.join(asked)}, and {error.found}", needed=error.needed, fix=error.fix) from error
   if options.recipe == "mxfp8" and versions.installed("jax") == "0.11.2" and te_runtime.makes_empty_constants():
     raise VersionError(
-        found="moe_te.recipe=mxfp8 with jax 0.11.2, whose compiler crashes on the quantized grouped product in scanned layers",
-        needed="jax 0.11.1, or 0.12 or newer, or a patched Transformer Engine",
-        fix="maxtext-moe-te patch apply transformer_engine, or pip install 'jax[cuda13]>=0.12', or set moe_te.recipe=bf16",
+      found="moe_te.recipe=mxfp8 with jax 0.11.2, whose compiler crashes on the quantized grouped product in scanned layers",
+      needed="jax 0.11.1, or 0.12 or newer, or a patched Transformer Engine",
+      fix="maxtext-moe-te patch apply transformer_engine, or pip install 'jax[cuda13]>=0.12', or set moe_te.recipe=bf16",
     )
   if options.recipe == "mxfp8" and options.experts not in ("auto", "te"):
     raise RefusedError(
-        found=f"moe_te.recipe=mxfp8 with moe_te.experts={options.experts}",
-        needed="Transformer Engine's grouped GEMM",
-        fix="set moe_te.experts=te",
+      found=f"moe_te.recipe=mxfp8 with moe_te.experts={options.experts}",
+      needed="Transformer Engine's grouped GEMM",
+      fix="set moe_te.experts=te",
     )
 
 
@@ -99,9 +99,9 @@ def check_router(options: MoeTeOptions, rule: RouterRule, logits_dtype, of_devic
   reason = (te_router.reason_against(rule, logits_dtype) or of_device) if options.router == "te" else ""
   if reason:
     raise RefusedError(
-        found=f"moe_te.router=te for the rule ({rule}): {reason}",
-        needed="a rule that Transformer Engine's router computes exactly, on an NVIDIA GPU",
-        fix="set moe_te.router=auto",
+      found=f"moe_te.router=te for the rule ({rule}): {reason}",
+      needed="a rule that Transformer Engine's router computes exactly, on an NVIDIA GPU",
+      fix="set moe_te.router=auto",
     )
 
 
@@ -163,9 +163,9 @@ def _transport(options, layout, spec, device, *, mxfp8):
     reason = f" [no NCCL EP group: {reason}]"
     if name == "nccl_ep":
       raise RefusedError(
-          found=f"moe_te.transport=nccl_ep{reason}",
-          needed="a training entry point of MaxText on NVIDIA GPUs, with tokens and experts split over the axis `expert`",
-          fix="set moe_te.transport=auto",
+        found=f"moe_te.transport=nccl_ep{reason}",
+        needed="a training entry point of MaxText on NVIDIA GPUs, with tokens and experts split over the axis `expert`",
+        fix="set moe_te.transport=auto",
       )
   return XlaTransport(spec.num_experts, layout.expert, ranks, tokens_split, alignment, options.capacity_factor), reason
 
@@ -179,15 +179,15 @@ def check_transport(options: MoeTeOptions, ranks: int) -> None:
   name = options.transport
   if name == "local" and ranks > 1:
     raise RefusedError(
-        found=f"moe_te.transport=local on an expert axis of {ranks}",
-        needed="a transport that moves rows between ranks",
-        fix="set moe_te.transport=auto",
+      found=f"moe_te.transport=local on an expert axis of {ranks}",
+      needed="a transport that moves rows between ranks",
+      fix="set moe_te.transport=auto",
     )
   if name in ("xla", "nccl_ep") and ranks == 1:
     raise RefusedError(
-        found=f"moe_te.transport={name} without an expert axis",
-        needed="an expert axis larger than 1 (ici_expert_parallelism)",
-        fix="set moe_te.transport=auto",
+      found=f"moe_te.transport={name} without an expert axis",
+      needed="an expert axis larger than 1 (ici_expert_parallelism)",
+      fix="set moe_te.transport=auto",
     )
 
 
@@ -248,12 +248,12 @@ def ep_group(options: MoeTeOptions, config, axis_sizes: dict[str, int]) -> nccl_
   for axis in ("data", "fsdp", "fsdp_transpose", "expert", "context", "context_usp_ulysses", "tensor_sequence"):
     split *= axis_sizes.get(axis, 1)
   return nccl_ep.Bootstrap(
-      num_experts=config.num_experts,
-      experts_per_token=config.num_experts_per_tok,
-      ranks=axis_sizes.get("expert", 1),
-      max_tokens_per_rank=-(-batch * config.max_target_length // split),
-      width=config.moe_expert_input_dim if config.moe_expert_input_dim > 0 else config.emb_dim,
-      capacity_factor=options.capacity_factor,
+    num_experts=config.num_experts,
+    experts_per_token=config.num_experts_per_tok,
+    ranks=axis_sizes.get("expert", 1),
+    max_tokens_per_rank=-(-batch * config.max_target_length // split),
+    width=config.moe_expert_input_dim if config.moe_expert_input_dim > 0 else config.emb_dim,
+    capacity_factor=options.capacity_factor,
   )
 
 
@@ -267,15 +267,15 @@ def check_ep_group(config, group: nccl_ep.Bootstrap) -> None:
     raise RefusedError(found=f"dtype={config.dtype} with NCCL EP", needed="dtype=bfloat16", fix="set moe_te.transport=xla")
   if config.use_random_routing or config.decoder_block.value == "deepseek4":
     raise RefusedError(
-        found="a router that may name an expert twice, with NCCL EP",
-        needed="a top-k selection in every layer",
-        fix="set moe_te.transport=xla",
+      found="a router that may name an expert twice, with NCCL EP",
+      needed="a top-k selection in every layer",
+      fix="set moe_te.transport=xla",
     )
   if config.mlp_bias:
     raise RefusedError(
-        found="expert biases with NCCL EP, whose padding rows are not shown to stay out of their gradients",
-        needed="experts without biases",
-        fix="set moe_te.transport=xla",
+      found="expert biases with NCCL EP, whose padding rows are not shown to stay out of their gradients",
+      needed="experts without biases",
+      fix="set moe_te.transport=xla",
     )
   group.check()
 

@@ -221,9 +221,7 @@ def _resolve(target):
   except AttributeError:
     present = False
   if not present:
-    raise SeamError(
-      found=f"{target} does not exist", needed="the place the plugin replaces", fix="use a supported version of the package"
-    )
+    raise SeamError(found=f"{target} does not exist", needed="the place the plugin replaces", fix="use a supported version of the package")
   return owner, name
 
 

@@ -154,5 +154,3 @@ def scan_lengths(config) -> list[int]:
   if block == "deepseek":
     return [config.first_num_dense_layers, config.num_decoder_layers - config.first_num_dense_layers]
   return [config.num_decoder_layers // max(getattr(config, "inhomogeneous_layer_cycle_interval", 1) or 1, 1)]
-
-

@@ -19,17 +19,17 @@ from maxtext_moe_te.moe.rules import ExpertRule, RouterRule, Selection, Weightin
 BIAS_FREE_WEIGHTS = ("deepseek3", "deepseek4", "kimi-k2")
 
 DECODER_BLOCKS = (
-    "deepseek",
-    "deepseek4",
-    "envy",
-    "gemma4",
-    "gpt_oss",
-    "llama4",
-    "mixtral",
-    "qwen3_5",
-    "qwen3_custom_moe",
-    "qwen3_moe",
-    "qwen3_next",
+  "deepseek",
+  "deepseek4",
+  "envy",
+  "gemma4",
+  "gpt_oss",
+  "llama4",
+  "mixtral",
+  "qwen3_5",
+  "qwen3_custom_moe",
+  "qwen3_moe",
+  "qwen3_next",
 )
 
 
@@ -44,29 +44,27 @@ def router_rule(config, *, hash_routing: bool = False) -> RouterRule:
   bias_free = config.model_name.startswith(BIAS_FREE_WEIGHTS)
   selection = Selection.TABLE if hash_routing else Selection.RANDOM if config.use_random_routing else Selection.TOP
   common = dict(
-      experts_per_token=config.num_experts_per_tok,
-      selection=selection,
-      score_function=score,
-      bias=config.routed_bias and not hash_routing,
-      weights_ignore_bias=bias_free,
-      groups=max(config.n_routing_groups, 0) if bias_free else 0,
-      groups_kept=config.topk_routing_group if bias_free and config.n_routing_groups > 0 else 0,
+    experts_per_token=config.num_experts_per_tok,
+    selection=selection,
+    score_function=score,
+    bias=config.routed_bias and not hash_routing,
+    weights_ignore_bias=bias_free,
+    groups=max(config.n_routing_groups, 0) if bias_free else 0,
+    groups_kept=config.topk_routing_group if bias_free and config.n_routing_groups > 0 else 0,
   )
   if block in ("deepseek", "deepseek4"):
     return RouterRule(
-        **common,
-        weighting=Weighting.SCORES,
-        renormalize=score in ("sigmoid", "sqrtsoftplus"),
-        renormalize_epsilon=1e-20,
-        scale=config.routed_scaling_factor,
+      **common,
+      weighting=Weighting.SCORES,
+      renormalize=score in ("sigmoid", "sqrtsoftplus"),
+      renormalize_epsilon=1e-20,
+      scale=config.routed_scaling_factor,
     )
   if block == "llama4":
     return RouterRule(**common, weighting=Weighting.SIGMOID, weight_on_input=True)
   if block == "gemma4":
     fused = config.model_call_mode == "inference" and config.fuse_expert_scales  # MaxText has put it into wo
-    return RouterRule(
-        **common, weighting=Weighting.SOFTMAX_OF_ALL, renormalize=config.norm_topk_prob, expert_scale=not fused
-    )
+    return RouterRule(**common, weighting=Weighting.SOFTMAX_OF_ALL, renormalize=config.norm_topk_prob, expert_scale=not fused)
   return RouterRule(**common, weighting=Weighting.SOFTMAX, renormalize=config.norm_topk_prob)
 
 
@@ -87,13 +85,13 @@ def layer_spec(config, *, hash_routing: bool = False) -> LayerSpec:
   if versions.maxtext_before("0.2.5"):  # it does not divide the load by the experts per token
     coefficient *= config.num_experts_per_tok
   return LayerSpec(
-      num_experts=config.num_experts,
-      router=router_rule(config, hash_routing=hash_routing),
-      expert=expert_rule(config),
-      dtype=jnp.dtype(config.dtype),
-      sum_dtype=jnp.dtype(jnp.float32 if config.float32_weight_sum else config.dtype),
-      load_balance_coefficient=0.0 if hash_routing else coefficient,
-      balance_loss=BalanceLoss.MEGATRON_SEQUENCE if megatron else BalanceLoss.SWITCH_SEQUENCE,
+    num_experts=config.num_experts,
+    router=router_rule(config, hash_routing=hash_routing),
+    expert=expert_rule(config),
+    dtype=jnp.dtype(config.dtype),
+    sum_dtype=jnp.dtype(jnp.float32 if config.float32_weight_sum else config.dtype),
+    load_balance_coefficient=0.0 if hash_routing else coefficient,
+    balance_loss=BalanceLoss.MEGATRON_SEQUENCE if megatron else BalanceLoss.SWITCH_SEQUENCE,
   )
 
 
@@ -123,74 +121,74 @@ def _rules_of_refusal(config):
   off = "or run this model without the plugin's layer (moe_te.enabled=false)"
   block = block_name(config)
   yield (
-      block not in DECODER_BLOCKS,
-      f"decoder_block={block} (model_name={config.model_name})",
-      f"one of {', '.join(DECODER_BLOCKS)}, whose layers are held to MaxText's by a test",
-      "set moe_te.enabled=false to run this model on MaxText's own layer",
+    block not in DECODER_BLOCKS,
+    f"decoder_block={block} (model_name={config.model_name})",
+    f"one of {', '.join(DECODER_BLOCKS)}, whose layers are held to MaxText's by a test",
+    "set moe_te.enabled=false to run this model on MaxText's own layer",
   )
   for key in ("use_batch_split_schedule", "use_lineage"):
     yield (
-        getattr(config, key, False),
-        f"{key}=true, a schedule that never calls the MoE layer the plugin replaces",
-        f"{key}=false",
-        f"set {key}=false, {off}",
+      getattr(config, key, False),
+      f"{key}=true, a schedule that never calls the MoE layer the plugin replaces",
+      f"{key}=false",
+      f"set {key}=false, {off}",
     )
   yield (
-      config.attention in ("vllm_rpa", "vllm_batched_rpa"),
-      f"attention={config.attention}, whose MoE layer is vLLM's",
-      "a training attention kernel",
-      f"set attention=cudnn_flash_te (GPU) or attention=dot_product, {off}",
+    config.attention in ("vllm_rpa", "vllm_batched_rpa"),
+    f"attention={config.attention}, whose MoE layer is vLLM's",
+    "a training attention kernel",
+    f"set attention=cudnn_flash_te (GPU) or attention=dot_product, {off}",
   )
   quantization = str(getattr(config.quantization, "value", config.quantization) or "")
   yield (
-      bool(quantization) and not quantization.startswith("te_"),
-      f"quantization={quantization}, which MaxText applies to expert products too",
-      "quantization='' or one of Transformer Engine's recipes (te_…)",
-      f"set quantization='', {off}",
+    bool(quantization) and not quantization.startswith("te_"),
+    f"quantization={quantization}, which MaxText applies to expert products too",
+    "quantization='' or one of Transformer Engine's recipes (te_…)",
+    f"set quantization='', {off}",
   )
   weight_dtype = str(getattr(config.weight_dtype, "name", config.weight_dtype))
   yield (
-      "float8" in weight_dtype,
-      f"weight_dtype={weight_dtype}, weights with scales",
-      "weight_dtype=float32 or bfloat16",
-      f"set weight_dtype=bfloat16 and convert the checkpoint, {off}",
+    "float8" in weight_dtype,
+    f"weight_dtype={weight_dtype}, weights with scales",
+    "weight_dtype=float32 or bfloat16",
+    f"set weight_dtype=bfloat16 and convert the checkpoint, {off}",
   )
   yield (
-      str(getattr(config.shard_mode, "value", config.shard_mode)) != "auto",
-      f"shard_mode={getattr(config.shard_mode, 'value', config.shard_mode)}",
-      "shard_mode=auto",
-      f"set shard_mode=auto, {off}",
+    str(getattr(config.shard_mode, "value", config.shard_mode)) != "auto",
+    f"shard_mode={getattr(config.shard_mode, 'value', config.shard_mode)}",
+    "shard_mode=auto",
+    f"set shard_mode=auto, {off}",
   )
   yield (
-      config.num_experts_per_tok > config.num_experts or config.num_experts_per_tok < 1,
-      f"num_experts_per_tok={config.num_experts_per_tok} with num_experts={config.num_experts}",
-      "at least one expert per token and no more than there are",
-      "set num_experts_per_tok",
+    config.num_experts_per_tok > config.num_experts or config.num_experts_per_tok < 1,
+    f"num_experts_per_tok={config.num_experts_per_tok} with num_experts={config.num_experts}",
+    "at least one expert per token and no more than there are",
+    "set num_experts_per_tok",
   )
   score = config.routed_score_func
   yield (
-      not hasattr(jax.nn, score or "softmax") and score != "sqrtsoftplus",
-      f"routed_score_func={score}",
-      "a function of jax.nn such as softmax or sigmoid, or sqrtsoftplus",
-      "set routed_score_func=softmax or sigmoid, as the model's authors do",
+    not hasattr(jax.nn, score or "softmax") and score != "sqrtsoftplus",
+    f"routed_score_func={score}",
+    "a function of jax.nn such as softmax or sigmoid, or sqrtsoftplus",
+    "set routed_score_func=softmax or sigmoid, as the model's authors do",
   )
   yield (
-      block == "llama4" and (config.num_experts_per_tok > 1 or config.norm_topk_prob),
-      f"decoder_block=llama4 with num_experts_per_tok={config.num_experts_per_tok}, norm_topk_prob={config.norm_topk_prob}",
-      "one expert per token and no normalization: the weight multiplies the token itself",
-      "set num_experts_per_tok=1 norm_topk_prob=false",
+    block == "llama4" and (config.num_experts_per_tok > 1 or config.norm_topk_prob),
+    f"decoder_block=llama4 with num_experts_per_tok={config.num_experts_per_tok}, norm_topk_prob={config.norm_topk_prob}",
+    "one expert per token and no normalization: the weight multiplies the token itself",
+    "set num_experts_per_tok=1 norm_topk_prob=false",
   )
   yield (
-      config.using_pipeline_parallelism,
-      "pipeline parallelism (a stage axis larger than 1)",
-      "a mesh whose stage axis has size 1",
-      f"set ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1, {off}",
+    config.using_pipeline_parallelism,
+    "pipeline parallelism (a stage axis larger than 1)",
+    "a mesh whose stage axis has size 1",
+    f"set ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1, {off}",
   )
   yield (
-      getattr(config, "moe_dropless_fallback", None) is not None,
-      f"moe_dropless_fallback={getattr(config, 'moe_dropless_fallback', None)}, which replays what dropped tokens",
-      "no fallback: under the plugin nothing drops any",
-      "remove moe_dropless_fallback (and retry_dropless_first_steps)",
+    getattr(config, "moe_dropless_fallback", None) is not None,
+    f"moe_dropless_fallback={getattr(config, 'moe_dropless_fallback', None)}, which replays what dropped tokens",
+    "no fallback: under the plugin nothing drops any",
+    "remove moe_dropless_fallback (and retry_dropless_first_steps)",
   )
 
 
@@ -200,16 +198,16 @@ def _rules_of_0_2_4(config):
   linen = [key for key in ("pure_nnx", "enable_nnx", "pure_nnx_decoder") if not getattr(config, key, True)]
   yield bool(linen), f"{' and '.join(f'{key}=false' for key in linen)}, the model built with Linen", "pure_nnx=true", "remove it"
   yield (
-      config.model_name.startswith("kimi-k2"),
-      f"model_name={config.model_name} on MaxText 0.2.4, which leaves the router bias in the weights",
-      newer,
-      "pip install maxtext==0.2.5",
+    config.model_name.startswith("kimi-k2"),
+    f"model_name={config.model_name} on MaxText 0.2.4, which leaves the router bias in the weights",
+    newer,
+    "pip install maxtext==0.2.5",
   )
   yield (
-      config.load_balance_loss_weight > 0 and config.routed_bias and config.model_name.startswith(BIAS_FREE_WEIGHTS),
-      f"load_balance_loss_weight={config.load_balance_loss_weight:g} on MaxText 0.2.4, whose balance loss adds the router bias",
-      f"{newer}, or load_balance_loss_weight=0",
-      "pip install maxtext==0.2.5, or set load_balance_loss_weight=0",
+    config.load_balance_loss_weight > 0 and config.routed_bias and config.model_name.startswith(BIAS_FREE_WEIGHTS),
+    f"load_balance_loss_weight={config.load_balance_loss_weight:g} on MaxText 0.2.4, whose balance loss adds the router bias",
+    f"{newer}, or load_balance_loss_weight=0",
+    "pip install maxtext==0.2.5, or set load_balance_loss_weight=0",
   )
 
 
@@ -227,15 +225,15 @@ def check_mesh(config, axis_sizes: dict[str, int]):
     return
   if axis_sizes.get("tensor_sequence", 1) > 1:
     raise RefusedError(
-        found=f"a tensor_sequence axis of {axis_sizes['tensor_sequence']}, which splits both the tokens and the experts' width",
-        needed="an axis for each: MaxText's own layer adds up different tokens on such a mesh",
-        fix="set ici_tensor_sequence_parallelism=1 and use ici_tensor_parallelism or ici_context_parallelism",
+      found=f"a tensor_sequence axis of {axis_sizes['tensor_sequence']}, which splits both the tokens and the experts' width",
+      needed="an axis for each: MaxText's own layer adds up different tokens on such a mesh",
+      fix="set ici_tensor_sequence_parallelism=1 and use ici_tensor_parallelism or ici_context_parallelism",
     )
   ranks = axis_sizes.get("expert", 1)
   if config.num_experts % ranks:
     raise RefusedError(
-        found=f"num_experts={config.num_experts} on an expert axis of {ranks}",
-        needed="as many experts on every rank",
-        # A divisor of both, so that it divides the devices too.
-        fix=f"set ici_expert_parallelism={math.gcd(config.num_experts, ranks)} (or another divisor of {config.num_experts})",
+      found=f"num_experts={config.num_experts} on an expert axis of {ranks}",
+      needed="as many experts on every rank",
+      # A divisor of both, so that it divides the devices too.
+      fix=f"set ici_expert_parallelism={math.gcd(config.num_experts, ranks)} (or another divisor of {config.num_experts})",
     )

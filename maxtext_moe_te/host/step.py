@@ -208,9 +208,7 @@ def _keep(gradients, state, params=None):
 def gradients(state) -> dict[str, np.ndarray]:
   """The gradients in the state after a step that was built with `keep_gradients`, on the host."""
   leaves = jax.tree_util.tree_leaves_with_path(state)
-  return {
-    jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves if "kept_gradients" in jax.tree_util.keystr(path)
-  }
+  return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves if "kept_gradients" in jax.tree_util.keystr(path)}
 
 
 def _named_tensors(jaxpr, trips, devices):

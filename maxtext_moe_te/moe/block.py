@@ -21,9 +21,9 @@ from maxtext_moe_te.moe.rules import ExpertRule, RouterRule, Selection
 from maxtext_moe_te.moe.transport.base import Transport
 
 GROUPED_MATMULS: dict[str, GroupedMatmul] = {
-    "reference": reference.grouped_matmul,
-    "ragged_dot": ragged_dot.grouped_matmul,
-    "blocked": blocked.grouped_matmul,
+  "reference": reference.grouped_matmul,
+  "ragged_dot": ragged_dot.grouped_matmul,
+  "blocked": blocked.grouped_matmul,
 }
 
 
@@ -108,14 +108,14 @@ class MoeOutput(NamedTuple):
 
 
 def moe_block(
-    x: jax.Array,
-    logits: jax.Array,
-    router_inputs: routing.RouterInputs,
-    weights: ExpertWeights,
-    *,
-    spec: LayerSpec,
-    layout: Layout,
-    parts: Parts,
+  x: jax.Array,
+  logits: jax.Array,
+  router_inputs: routing.RouterInputs,
+  weights: ExpertWeights,
+  *,
+  spec: LayerSpec,
+  layout: Layout,
+  parts: Parts,
 ) -> MoeOutput:
   """Runs the layer.
 
@@ -135,23 +135,21 @@ def moe_block(
   tokens = P(layout.batch or None, layout.sequence or None, None)
   expert, width = layout.expert or None, layout.width or None
   weight_specs = ExpertWeights(
-      down=P(expert, width, None),
-      fused=P(expert, None, width),
-      gate=P(expert, None, width),
-      up=P(expert, None, width),
-      gate_bias=P(expert, width),
-      up_bias=P(expert, width),
-      down_bias=P(expert, None),
+    down=P(expert, width, None),
+    fused=P(expert, None, width),
+    gate=P(expert, None, width),
+    up=P(expert, None, width),
+    gate_bias=P(expert, width),
+    up_bias=P(expert, width),
+    down_bias=P(expert, None),
   )
-  router_specs = routing.RouterInputs(
-      bias=P(), expert_scale=P(), table_experts=tokens, key=P(), replayed_experts=tokens
-  )
+  router_specs = routing.RouterInputs(bias=P(), expert_scale=P(), table_experts=tokens, key=P(), replayed_experts=tokens)
   run = jax.shard_map(
-      functools.partial(_per_device, spec, layout, parts),
-      mesh=layout.mesh,
-      in_specs=(tokens, tokens, _given(router_specs, router_inputs), _given(weight_specs, weights)),
-      out_specs=MoeOutput(tokens, P(), P(), P(), P(), P()),
-      check_vma=False,
+    functools.partial(_per_device, spec, layout, parts),
+    mesh=layout.mesh,
+    in_specs=(tokens, tokens, _given(router_specs, router_inputs), _given(weight_specs, weights)),
+    out_specs=MoeOutput(tokens, P(), P(), P(), P(), P()),
+    check_vma=False,
   )
   return run(x, logits, router_inputs, weights)
 
@@ -177,9 +175,7 @@ def _per_device(spec, layout, parts, x, logits, router_inputs, weights) -> MoeOu
   k = row_weights.shape[-1]
   # Only a top-k selection never names an expert twice for one token.
   distinct = spec.router.selection is Selection.TOP and router_inputs.replayed_experts is None
-  sent = parts.transport.dispatch(
-      x.reshape(b * s, width), routed.experts.reshape(-1, k), row_weights.reshape(-1, k), distinct=distinct
-  )
+  sent = parts.transport.dispatch(x.reshape(b * s, width), routed.experts.reshape(-1, k), row_weights.reshape(-1, k), distinct=distinct)
   row_weights = None if spec.router.weight_on_input else sent.row_weights
   out = expert_mlp(parts.grouped_matmul, sent.rows, row_weights, sent.group_sizes, weights, spec.expert)
   y = parts.transport.combine(out, sent.handle, sum_dtype=spec.sum_dtype)
@@ -191,12 +187,12 @@ def _per_device(spec, layout, parts, x, logits, router_inputs, weights) -> MoeOu
   everywhere = tuple(layout.mesh.axis_names)
   received = jax.lax.stop_gradient(sent.received)  # an integer, but pmax insists
   return MoeOutput(
-      y=y.reshape(b, s, width).astype(spec.dtype),
-      load_balance_loss=loss,
-      rows_per_expert=jax.lax.psum(rows, layout.tokens) if layout.tokens else rows,
-      receive_rows_max=jax.lax.pmax(received, everywhere),
-      receive_capacity=jnp.int32(sent.rows.shape[0]),
-      overflow=jax.lax.psum((received > sent.rows.shape[0]).astype(jnp.int32), everywhere),
+    y=y.reshape(b, s, width).astype(spec.dtype),
+    load_balance_loss=loss,
+    rows_per_expert=jax.lax.psum(rows, layout.tokens) if layout.tokens else rows,
+    receive_rows_max=jax.lax.pmax(received, everywhere),
+    receive_capacity=jnp.int32(sent.rows.shape[0]),
+    overflow=jax.lax.psum((received > sent.rows.shape[0]).astype(jnp.int32), everywhere),
   )
 
 
@@ -206,10 +202,10 @@ def _load_balance_loss(routed, local_sequence, spec, layout):
   if layout.sequence:
     rows, probability_mass = jax.lax.psum((rows, probability_mass), layout.sequence)
   loss = routing.load_balance_loss(
-      rows,
-      probability_mass,
-      sequence_length=local_sequence * layout.size(layout.sequence),
-      experts_per_token=spec.router.experts_per_token,
+    rows,
+    probability_mass,
+    sequence_length=local_sequence * layout.size(layout.sequence),
+    experts_per_token=spec.router.experts_per_token,
   )
   loss = loss * spec.load_balance_coefficient
   return jax.lax.pmean(loss, layout.batch) if layout.batch else loss

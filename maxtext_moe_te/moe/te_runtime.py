@@ -71,16 +71,16 @@ def check_grouped_gemm(compute_capability: str, cublas: int | None = None) -> No
   major = int(compute_capability.split(".")[0])
   if major not in (9, 10, 11):
     raise RefusedError(
-        found=f"a GPU of compute capability {compute_capability}",
-        needed="Hopper (9.0) or data-centre Blackwell (10.x, 11.x) for Transformer Engine's grouped GEMM",
-        fix="set moe_te.experts=ragged_dot",
+      found=f"a GPU of compute capability {compute_capability}",
+      needed="Hopper (9.0) or data-centre Blackwell (10.x, 11.x) for Transformer Engine's grouped GEMM",
+      fix="set moe_te.experts=ragged_dot",
     )
   found, floor = cublas or cublaslt_version(), CUBLAS_FLOOR.get(major, CUBLAS_FLOOR[10])
   if found < floor or found in CUBLAS_BAD:
     raise VersionError(
-        found=f"cuBLAS {dotted(found)} at run time",
-        needed=f"{dotted(floor)} or newer for this GPU, but not 13.7.0 to 13.8.0",
-        fix="put a newer libcublasLt.so.13 first in LD_LIBRARY_PATH (pip install 'nvidia-cublas>=13.8.1')",
+      found=f"cuBLAS {dotted(found)} at run time",
+      needed=f"{dotted(floor)} or newer for this GPU, but not 13.7.0 to 13.8.0",
+      fix="put a newer libcublasLt.so.13 first in LD_LIBRARY_PATH (pip install 'nvidia-cublas>=13.8.1')",
     )
 
 
@@ -92,9 +92,9 @@ def check_mxfp8(compute_capability: str) -> None:
   """
   if int(compute_capability.split(".")[0]) < 10:
     raise RefusedError(
-        found=f"moe_te.recipe=mxfp8 on a GPU of compute capability {compute_capability}",
-        needed="Blackwell (10.0) or newer",
-        fix="set moe_te.recipe=bf16",
+      found=f"moe_te.recipe=mxfp8 on a GPU of compute capability {compute_capability}",
+      needed="Blackwell (10.0) or newer",
+      fix="set moe_te.recipe=bf16",
     )
 
 
@@ -117,23 +117,23 @@ def prepare_nccl_ep() -> None:
   nvcc = _nvcc()
   if nvcc is None:
     raise RefusedError(
-        found="no nvcc",
-        needed="a CUDA compiler: NCCL EP compiles its kernels at the first start",
-        fix="pip install nvidia-cuda-nvcc, or set CUDA_HOME, or set moe_te.transport=xla",
+      found="no nvcc",
+      needed="a CUDA compiler: NCCL EP compiles its kernels at the first start",
+      fix="pip install nvidia-cuda-nvcc, or set CUDA_HOME, or set moe_te.transport=xla",
     )
   os.environ.setdefault("NCCL_EP_JIT_NVCC", str(nvcc))
   if shutil.which("g++") is None:
     raise RefusedError(
-        found="no g++",
-        needed="a host compiler: NCCL EP compiles its kernels at the first start",
-        fix="install g++, or set moe_te.transport=xla",
+      found="no g++",
+      needed="a host compiler: NCCL EP compiles its kernels at the first start",
+      fix="install g++, or set moe_te.transport=xla",
     )
   headers = _nccl_headers(found)
   if headers is None:
     raise VersionError(
-        found=f"no NCCL headers of version {dotted(found)}",
-        needed="the headers of the NCCL that is loaded",
-        fix=f"set NCCL_HOME to a folder with include/nccl.h of {dotted(found)}, or set moe_te.transport=xla",
+      found=f"no NCCL headers of version {dotted(found)}",
+      needed="the headers of the NCCL that is loaded",
+      fix=f"set NCCL_HOME to a folder with include/nccl.h of {dotted(found)}, or set moe_te.transport=xla",
     )
   os.environ.setdefault("NCCL_EP_JIT_BUILD_INCLUDE_DIR", str(headers))
 
@@ -159,9 +159,9 @@ def check_nccl(found: int) -> None:
   """
   if found < NCCL_FLOOR:
     raise VersionError(
-        found=f"NCCL {dotted(found)} at run time",
-        needed=f"{dotted(NCCL_FLOOR)} or newer for NCCL EP",
-        fix="pip install 'nvidia-nccl-cu13>=2.32.3' and put it first in LD_LIBRARY_PATH, or set moe_te.transport=xla",
+      found=f"NCCL {dotted(found)} at run time",
+      needed=f"{dotted(NCCL_FLOOR)} or newer for NCCL EP",
+      fix="pip install 'nvidia-nccl-cu13>=2.32.3' and put it first in LD_LIBRARY_PATH, or set moe_te.transport=xla",
     )
 
 
@@ -187,8 +187,7 @@ def header_version(folder: Path) -> int | None:
   if not header.is_file():
     return None
   numbers = {
-      name: int(value)
-      for name, value in re.findall(r"#define\s+NCCL_(MAJOR|MINOR|PATCH)\s+(\d+)", header.read_text(errors="replace"))
+    name: int(value) for name, value in re.findall(r"#define\s+NCCL_(MAJOR|MINOR|PATCH)\s+(\d+)", header.read_text(errors="replace"))
   }
   if len(numbers) < 3:
     return None

@@ -99,8 +99,7 @@ def apply_environment(overlay: Overlay, environ: MutableMapping[str, str], profi
   profiled = xla_flags.profile(profiles)
   label = f"the profile {','.join(profiles)}"
   report += mended + [
-    f"xla flag {name}={xla_flags.as_text(value)} of {label} not used: the overlay sets "
-    f"{xla_flags.as_text(overlay.xla_flags[name])}"
+    f"xla flag {name}={xla_flags.as_text(value)} of {label} not used: the overlay sets {xla_flags.as_text(overlay.xla_flags[name])}"
     for name, value in profiled.items()
     if overlay.xla_flags.get(name, value) != value
   ]
@@ -128,9 +127,7 @@ def _find(name):
     except (OSError, RuntimeError):  # a name too long, or a home that does not exist
       found = False
     if not found:
-      raise OverlayError(
-        found=f"overlay {name} does not exist", needed="the path of a YAML file", fix="correct the path after overlay="
-      )
+      raise OverlayError(found=f"overlay {name} does not exist", needed="the path of a YAML file", fix="correct the path after overlay=")
     return path
   known = packaged()
   if name not in known:
@@ -193,9 +190,7 @@ def _map(value, path, what):
   if value is None:
     return {}
   if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-    raise OverlayError(
-      found=f"{what} in {path} is not a map from names to values", needed="KEY: VALUE lines", fix="correct the file"
-    )
+    raise OverlayError(found=f"{what} in {path} is not a map from names to values", needed="KEY: VALUE lines", fix="correct the file")
   return value
 
 
@@ -242,7 +237,5 @@ def _loader(path):
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
   }
-  Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"), list("-+0123456789")
-  )
+  Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"), list("-+0123456789"))
   return Loader

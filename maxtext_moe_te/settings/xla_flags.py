@@ -286,9 +286,7 @@ def _constants(data):
 # Checks
 
 
-def check(
-  flags: str | Iterable[tuple[str, str | None]], names: Names | None, environ: Mapping[str, str] | None = None
-) -> list[Finding]:
+def check(flags: str | Iterable[tuple[str, str | None]], names: Names | None, environ: Mapping[str, str] | None = None) -> list[Finding]:
   """What is wrong with the flags that a run is about to start with.
 
   Args:

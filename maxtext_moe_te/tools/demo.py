@@ -93,15 +93,11 @@ def _parse(argv):
     "Ctrl-C stops it, the same command resumes it.",
   )
   parser.add_argument("--steps", type=int, metavar="N", help="training steps (default: the overlay's)")
-  parser.add_argument(
-    "--output", type=Path, default=Path("demo_output"), metavar="DIR", help="folder for all it writes (%(default)s)"
-  )
+  parser.add_argument("--output", type=Path, default=Path("demo_output"), metavar="DIR", help="folder for all it writes (%(default)s)")
   parser.add_argument("--fresh", action="store_true", help="delete an earlier demo in that folder first")
   parser.add_argument("--plain", action="store_true", help="MaxText's own MoE layer instead of the plugin's, for comparison")
   parser.add_argument("--json", action="store_true", help="print the summary as JSON; progress goes to stderr")
-  parser.add_argument(
-    "word", nargs="*", metavar="KEY=VALUE", help="more words for the training command, like moe_te.experts=reference"
-  )
+  parser.add_argument("word", nargs="*", metavar="KEY=VALUE", help="more words for the training command, like moe_te.experts=reference")
   arguments = parser.parse_intermixed_args(argv)
   if arguments.steps is not None and arguments.steps <= 0:
     raise OptionError(found=f"--steps {arguments.steps}", needed="a positive number of steps", fix="write --steps 1 or more")
@@ -172,9 +168,7 @@ class Folder:
   def _prepare(self, stack, wanted, fresh):
     self.root.mkdir(parents=True, exist_ok=True)
     if not self.configuration.exists() and any(path != self.lock for path in self.root.iterdir()):
-      raise OptionError(
-        found=f"{self.root} holds files that no demo wrote", needed="an empty or a new folder", fix="give another --output"
-      )
+      raise OptionError(found=f"{self.root} holds files that no demo wrote", needed="an empty or a new folder", fix="give another --output")
     lock = stack.enter_context(self.lock.open("w"))
     try:
       fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -408,9 +402,7 @@ def report(folder: Folder, entropy: float, say, *, as_json: bool) -> None:
   """Prints the summary and draws the picture."""
   rows = folder.steps()
   if not rows:
-    raise OptionError(
-      found=f"no metrics in {folder.metrics}", needed="those that the training wrote", fix="start over with --fresh"
-    )
+    raise OptionError(found=f"no metrics in {folder.metrics}", needed="those that the training wrote", fix="start over with --fresh")
   summary = summarize(rows, entropy)
   summary["checkpoint"] = str(folder.run / "checkpoints" / str(folder.checkpoint()))
   try:

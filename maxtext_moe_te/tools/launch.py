@@ -132,9 +132,7 @@ def _parse(argv):
     "--ranks-per-gpu", type=int, default=1, metavar="R", help="ranks that share a GPU: slow, to try several with few (%(default)s)"
   )
   parser.add_argument("--logs", type=Path, default=Path("logs"), metavar="DIR", help="folder of rank-NNNN.log (%(default)s)")
-  parser.add_argument(
-    "--grace", type=float, default=120, metavar="S", help="seconds that stopped ranks get for a checkpoint (%(default)s)"
-  )
+  parser.add_argument("--grace", type=float, default=120, metavar="S", help="seconds that stopped ranks get for a checkpoint (%(default)s)")
   parser.add_argument("--no-doctor", dest="doctor", action="store_false", help="start without checking the machine first")
   parser.add_argument("command", choices=("train", "run"), help="as without launch")
   parser.add_argument("words", nargs=argparse.REMAINDER, help="its arguments")

@@ -24,93 +24,92 @@ import time
 from tests.benchmarks import kernels, record
 
 COMMON = dict(
-    run_name="bench",
-    enable_checkpointing="false",
-    dataset_type="synthetic",
-    dtype="bfloat16",
-    hardware="gpu",
-    attention="cudnn_flash_te",
-    packing="false",
-    log_config="false",
-    enable_tensorboard="false",
-    override_model_config="true",
-    vocab_size=32000,
-    max_target_length=4096,
-    megablox="false",
-    sparse_matmul="true",
-    tokenizer_type="sentencepiece",
+  run_name="bench",
+  enable_checkpointing="false",
+  dataset_type="synthetic",
+  dtype="bfloat16",
+  hardware="gpu",
+  attention="cudnn_flash_te",
+  packing="false",
+  log_config="false",
+  enable_tensorboard="false",
+  override_model_config="true",
+  vocab_size=32000,
+  max_target_length=4096,
+  megablox="false",
+  sparse_matmul="true",
+  tokenizer_type="sentencepiece",
 )
 ONE_GPU = dict(skip_jax_distributed_system="true", ici_fsdp_parallelism=1)
 SAVED = ["decoder_layer_input", "query_proj", "key_proj", "value_proj", "context", "out_proj"]
 RUNS = {
-    "qwen3-6-layers": dict(
-        ranks=1,
-        words=ONE_GPU
-        | dict(model_name="qwen3-30b-a3b", base_num_decoder_layers=6, per_device_batch_size=4, remat_policy="full"),
+  "qwen3-6-layers": dict(
+    ranks=1,
+    words=ONE_GPU | dict(model_name="qwen3-30b-a3b", base_num_decoder_layers=6, per_device_batch_size=4, remat_policy="full"),
+  ),
+  # The expert axis grows and each GPU keeps its 16 experts and its tokens.
+  **{
+    f"deepseek3-4-layers{'' if ranks == 2 else f'-{ranks}'}": dict(
+      ranks=ranks,
+      words=(ONE_GPU if ranks == 1 else dict(ici_expert_parallelism=ranks, ici_fsdp_parallelism=1))
+      | dict(
+        model_name="deepseek3-671b",
+        base_num_decoder_layers=4,
+        first_num_dense_layers=1,
+        num_experts=16 * ranks,
+        per_device_batch_size=2,
+        remat_policy="full",
+        n_routing_groups=-1,
+        topk_routing_group=-1,
+      ),
+    )
+    for ranks in (1, 2, 4, 8)
+  },
+  "qwen3-6-layers-fsdp-2": dict(
+    ranks=2,
+    words=dict(
+      ici_fsdp_parallelism=2,
+      model_name="qwen3-30b-a3b",
+      base_num_decoder_layers=6,
+      per_device_batch_size=4,
+      remat_policy="full",
     ),
-    # The expert axis grows and each GPU keeps its 16 experts and its tokens.
-    **{
-        f"deepseek3-4-layers{'' if ranks == 2 else f'-{ranks}'}": dict(
-            ranks=ranks,
-            words=(ONE_GPU if ranks == 1 else dict(ici_expert_parallelism=ranks, ici_fsdp_parallelism=1))
-            | dict(
-                model_name="deepseek3-671b",
-                base_num_decoder_layers=4,
-                first_num_dense_layers=1,
-                num_experts=16 * ranks,
-                per_device_batch_size=2,
-                remat_policy="full",
-                n_routing_groups=-1,
-                topk_routing_group=-1,
-            ),
-        )
-        for ranks in (1, 2, 4, 8)
-    },
-    "qwen3-6-layers-fsdp-2": dict(
-        ranks=2,
-        words=dict(
-            ici_fsdp_parallelism=2,
-            model_name="qwen3-30b-a3b",
-            base_num_decoder_layers=6,
-            per_device_batch_size=4,
-            remat_policy="full",
-        ),
-    ),
+  ),
 }
 TUNED = dict(
-    prefuse_moe_weights="true",
-    param_scan_axis=0,
-    remat_policy="custom",
-    **dict.fromkeys([*SAVED, "moe_mlpwi_0", "moe_mlpwi_1"], "device"),
-    moe_x_sorted="remat",
-    moe_mlpwo="remat",
+  prefuse_moe_weights="true",
+  param_scan_axis=0,
+  remat_policy="custom",
+  **dict.fromkeys([*SAVED, "moe_mlpwi_0", "moe_mlpwi_1"], "device"),
+  moe_x_sorted="remat",
+  moe_mlpwo="remat",
 )
 VARIANTS = {
-    "tokamax": ("maxtext.trainers.pre_train.train", dict(use_tokamax_gmm="true")),
-    "te": ("maxtext_moe_te.train", {}),
-    # What a user with memory to spare sets: weights stored as they are computed with, and nothing recomputed but the sorted rows.
-    "te-tuned": ("maxtext_moe_te.train", TUNED),
-    "tokamax-tuned": ("maxtext.trainers.pre_train.train", TUNED | dict(use_tokamax_gmm="true")),
-    # With few layers, each of them can be compiled for itself: nothing is stacked.
-    "te-tuned-unrolled": ("maxtext_moe_te.train", TUNED | dict(scan_layers="false")),
-    "tokamax-tuned-unrolled": ("maxtext.trainers.pre_train.train", TUNED | dict(use_tokamax_gmm="true", scan_layers="false")),
-    "te-cast-once": ("maxtext_moe_te.train", {"moe_te.cast_weights": "step"}),
-    **{
-        f"te-{profile}": ("maxtext_moe_te.train", {"moe_te.xla_profile": profile})
-        for profile in ("multistream-domain", "multistream-aggressive")
-    },
-    "te-named-remat": ("maxtext_moe_te.train", dict(remat_policy="custom", **dict.fromkeys(SAVED, "device"))),
-    "te-no-experts-remat": (
-        "maxtext_moe_te.train",
-        dict(
-            remat_policy="custom",
-            **dict.fromkeys([*SAVED, "moe_x_sorted", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo"], "device"),
-        ),
+  "tokamax": ("maxtext.trainers.pre_train.train", dict(use_tokamax_gmm="true")),
+  "te": ("maxtext_moe_te.train", {}),
+  # What a user with memory to spare sets: weights stored as they are computed with, and nothing recomputed but the sorted rows.
+  "te-tuned": ("maxtext_moe_te.train", TUNED),
+  "tokamax-tuned": ("maxtext.trainers.pre_train.train", TUNED | dict(use_tokamax_gmm="true")),
+  # With few layers, each of them can be compiled for itself: nothing is stacked.
+  "te-tuned-unrolled": ("maxtext_moe_te.train", TUNED | dict(scan_layers="false")),
+  "tokamax-tuned-unrolled": ("maxtext.trainers.pre_train.train", TUNED | dict(use_tokamax_gmm="true", scan_layers="false")),
+  "te-cast-once": ("maxtext_moe_te.train", {"moe_te.cast_weights": "step"}),
+  **{
+    f"te-{profile}": ("maxtext_moe_te.train", {"moe_te.xla_profile": profile})
+    for profile in ("multistream-domain", "multistream-aggressive")
+  },
+  "te-named-remat": ("maxtext_moe_te.train", dict(remat_policy="custom", **dict.fromkeys(SAVED, "device"))),
+  "te-no-experts-remat": (
+    "maxtext_moe_te.train",
+    dict(
+      remat_policy="custom",
+      **dict.fromkeys([*SAVED, "moe_x_sorted", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo"], "device"),
     ),
-    "te_moe_block": (
-        "maxtext.trainers.pre_train.train",
-        dict(te_moe_block="true", prefuse_moe_weights="true", te_gmm_quantization="te_no_quant", quantization="te_no_quant"),
-    ),
+  ),
+  "te_moe_block": (
+    "maxtext.trainers.pre_train.train",
+    dict(te_moe_block="true", prefuse_moe_weights="true", te_gmm_quantization="te_no_quant", quantization="te_no_quant"),
+  ),
 }
 
 
@@ -138,11 +137,11 @@ def run(name: str, variant: str, steps: int, timeout: int, profile: bool, extra:
   timed = rows[steps // 3 :]
   median = lambda key: statistics.median(row[key] for row in timed)
   return result | {
-      "tflops_per_device": round(median("perf/per_device_tflops_per_sec"), 1),
-      "tokens_per_s_per_device": round(median("perf/per_device_tokens_per_sec")),
-      "step_ms": round(1e3 * median("perf/step_time_seconds"), 1),
-      "peak_gib": round(int(peak[-1]) / 2**30, 2) if peak else None,
-      "losses": [round(row["learning/loss"], 5) for row in rows],
+    "tflops_per_device": round(median("perf/per_device_tflops_per_sec"), 1),
+    "tokens_per_s_per_device": round(median("perf/per_device_tokens_per_sec")),
+    "step_ms": round(1e3 * median("perf/step_time_seconds"), 1),
+    "peak_gib": round(int(peak[-1]) / 2**30, 2) if peak else None,
+    "losses": [round(row["learning/loss"], 5) for row in rows],
   }
 
 
@@ -200,11 +199,11 @@ def run_ranks(module: str, words: dict, ranks: int, folder: pathlib.Path, timeou
     else:
       environment.pop("CUDA_VISIBLE_DEVICES", None)  # MaxText would take all of them in each rank
       environment |= dict(
-          JAX_COORDINATOR_IP="127.0.0.1",
-          JAX_COORDINATOR_PORT=str(port),
-          NNODES=str(ranks),
-          NODE_RANK=str(rank),
-          SLURM_STEP_GPUS=gpus[rank % len(gpus)] if gpus else "0",  # MaxText reads the rank's device from here
+        JAX_COORDINATOR_IP="127.0.0.1",
+        JAX_COORDINATOR_PORT=str(port),
+        NNODES=str(ranks),
+        NODE_RANK=str(rank),
+        SLURM_STEP_GPUS=gpus[rank % len(gpus)] if gpus else "0",  # MaxText reads the rank's device from here
       )
       if len(gpus) < ranks:
         environment |= dict(NCCL_MULTI_RANK_GPU_ENABLE="1")

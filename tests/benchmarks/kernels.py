@@ -8,15 +8,15 @@ import re
 
 # First match wins. Where a result file has "grouped product" instead, that class held all of cuBLAS's products.
 CLASSES = (
-    ("expert product", r"ptrGroup|grouped"),
-    ("attention", r"cudnn|flash|fmha"),
-    ("product", r"nvjet|cublasLt|gemm|sm90_xmma|sm100"),
-    ("expert parallel", r"nccl_ep|ncclEp|dispatch|combine_kernel"),
-    ("collective", r"nccl|AllReduce|AllGather|ReduceScatter|AllToAll|all_reduce_kernel"),
-    ("sort", r"[Rr]adix|cub::|sort"),
-    ("top-k", r"topk|TopK"),
-    ("copy", r"[Mm]emcpy|[Mm]emset|copy"),
-    ("fusion", r"fusion|loop_|input_|wrapped|transpose|concatenate|scatter|gather|select|convert|reduce"),
+  ("expert product", r"ptrGroup|grouped"),
+  ("attention", r"cudnn|flash|fmha"),
+  ("product", r"nvjet|cublasLt|gemm|sm90_xmma|sm100"),
+  ("expert parallel", r"nccl_ep|ncclEp|dispatch|combine_kernel"),
+  ("collective", r"nccl|AllReduce|AllGather|ReduceScatter|AllToAll|all_reduce_kernel"),
+  ("sort", r"[Rr]adix|cub::|sort"),
+  ("top-k", r"topk|TopK"),
+  ("copy", r"[Mm]emcpy|[Mm]emset|copy"),
+  ("fusion", r"fusion|loop_|input_|wrapped|transpose|concatenate|scatter|gather|select|convert|reduce"),
 )
 COMMUNICATION = ("expert parallel", "collective")
 NEITHER = ("copy",)  # may wait for communication, computes nothing
@@ -84,11 +84,9 @@ def of_trace(folder, *, steps: int) -> dict:
   for of_one in intervals.values():
     overlap.update({what: us / 1e3 / steps for what, us in overlap_of(of_one).items()})
   return {
-      "copies_to_host": dict(copies.most_common(8)),
-      "graph_launches": round(graphs, 1),
-      "overlap_ms": {what: round(ms, 3) for what, ms in overlap.items()},
-      "by_class_ms": {label: round(ms, 3) for label, ms in classes.most_common()},
-      "longest": [
-          {"kernel": name[:120], "ms": round(ms, 3), "launches": round(count[name], 1)} for name, ms in time.most_common(25)
-      ],
+    "copies_to_host": dict(copies.most_common(8)),
+    "graph_launches": round(graphs, 1),
+    "overlap_ms": {what: round(ms, 3) for what, ms in overlap.items()},
+    "by_class_ms": {label: round(ms, 3) for label, ms in classes.most_common()},
+    "longest": [{"kernel": name[:120], "ms": round(ms, 3), "launches": round(count[name], 1)} for name, ms in time.most_common(25)],
   }

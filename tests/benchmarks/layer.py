@@ -20,43 +20,43 @@ from tests import helpers
 from tests.benchmarks import kernels, record
 
 SHAPES = {
-    # E experts on this rank, K rows per token, T tokens, D, F; `forced`: routing ids are drawn, not computed, because K = E here
-    "deepseek3": dict(model="deepseek3-671b", experts=8, k=8, tokens=8192, width=7168, expert_width=2048, forced=True),
-    "qwen3": dict(model="qwen3-30b-a3b", experts=128, k=8, tokens=16384, width=2048, expert_width=768, forced=False),
-    "mixtral": dict(model="mixtral-8x7b", experts=8, k=2, tokens=8192, width=4096, expert_width=14336, forced=False),
-    "tiny": dict(model="qwen3-30b-a3b", experts=8, k=2, tokens=256, width=256, expert_width=128, forced=False),
+  # E experts on this rank, K rows per token, T tokens, D, F; `forced`: routing ids are drawn, not computed, because K = E here
+  "deepseek3": dict(model="deepseek3-671b", experts=8, k=8, tokens=8192, width=7168, expert_width=2048, forced=True),
+  "qwen3": dict(model="qwen3-30b-a3b", experts=128, k=8, tokens=16384, width=2048, expert_width=768, forced=False),
+  "mixtral": dict(model="mixtral-8x7b", experts=8, k=2, tokens=8192, width=4096, expert_width=14336, forced=False),
+  "tiny": dict(model="qwen3-30b-a3b", experts=8, k=2, tokens=256, width=256, expert_width=128, forced=False),
 }
 IMPLEMENTATIONS = {
-    "te": ("ours", dict(experts="te")),
-    "ours_ragged_dot": ("ours", dict(experts="ragged_dot")),
-    "maxtext_tokamax": ("maxtext", dict(use_tokamax_gmm=True)),
-    "maxtext_ragged_dot": ("maxtext", dict(use_tokamax_gmm=False)),
+  "te": ("ours", dict(experts="te")),
+  "ours_ragged_dot": ("ours", dict(experts="ragged_dot")),
+  "maxtext_tokamax": ("maxtext", dict(use_tokamax_gmm=True)),
+  "maxtext_ragged_dot": ("maxtext", dict(use_tokamax_gmm=False)),
 }
 
 
 def config_of(shape, prefused, **more):
   sequence = 4096 if shape["tokens"] % 4096 == 0 else shape["tokens"]
   return helpers.maxtext_config(
-      shape["model"],
-      hardware="gpu" if jax.default_backend() == "gpu" else "cpu",
-      dtype="bfloat16",
-      weight_dtype="bfloat16",
-      matmul_precision="default",
-      base_emb_dim=shape["width"],
-      base_moe_mlp_dim=shape["expert_width"],
-      base_mlp_dim=shape["expert_width"],
-      num_experts=shape["experts"],
-      num_experts_per_tok=shape["k"],
-      max_target_length=sequence,
-      per_device_batch_size=shape["tokens"] // sequence,
-      ici_fsdp_parallelism=1,
-      load_balance_loss_weight=0.0,
-      routed_bias_update_rate=0.0,
-      n_routing_groups=-1,
-      topk_routing_group=-1,
-      attention="dot_product",
-      prefuse_moe_weights=prefused,
-      **more,
+    shape["model"],
+    hardware="gpu" if jax.default_backend() == "gpu" else "cpu",
+    dtype="bfloat16",
+    weight_dtype="bfloat16",
+    matmul_precision="default",
+    base_emb_dim=shape["width"],
+    base_moe_mlp_dim=shape["expert_width"],
+    base_mlp_dim=shape["expert_width"],
+    num_experts=shape["experts"],
+    num_experts_per_tok=shape["k"],
+    max_target_length=sequence,
+    per_device_batch_size=shape["tokens"] // sequence,
+    ici_fsdp_parallelism=1,
+    load_balance_loss_weight=0.0,
+    routed_bias_update_rate=0.0,
+    n_routing_groups=-1,
+    topk_routing_group=-1,
+    attention="dot_product",
+    prefuse_moe_weights=prefused,
+    **more,
   )
 
 
@@ -134,6 +134,7 @@ def main(argv=None):
   parser.add_argument("--out", help="JSON file for the results")
   args = parser.parse_args(argv)
   import pytest  # noqa: F401  MaxText initializes jax.distributed unless a test framework is loaded
+
   shape = SHAPES[args.shape] | ({"tokens": args.tokens} if args.tokens else {})
   tflop = 3 * 2 * shape["tokens"] * shape["k"] * 3 * shape["width"] * shape["expert_width"] / 1e12
   results = {"shape": {"name": args.shape, **shape}, "prefused": not args.unfused, "tflop": round(tflop, 3), "layer": {}}

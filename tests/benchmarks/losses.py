@@ -63,9 +63,7 @@ def train(keys, folder: pathlib.Path, timeout: int = 280) -> dict[tuple[str, str
     model, run = key
     module, ranks, gpus, more = RUNS[run]
     words = end_to_end.COMMON | MODELS[model] | REDUCED | more | dict(steps=STEPS)
-    outputs, rows = end_to_end.run_ranks(
-      module, words, ranks, folder / f"{model}-{run}", timeout, share_memory=True, gpus_per_rank=gpus
-    )
+    outputs, rows = end_to_end.run_ranks(module, words, ranks, folder / f"{model}-{run}", timeout, share_memory=True, gpus_per_rank=gpus)
     return [row["learning/loss"] for row in rows] if len(rows) == STEPS and outputs.statuses == [0] * ranks else outputs.tail()
 
   with concurrent.futures.ThreadPoolExecutor(len(keys)) as pool:

@@ -95,9 +95,7 @@ def timed(args, step, compiled) -> dict:
     jax.block_until_ready(state)
     times_ms.append(1e3 * (time.perf_counter() - start))
   times_ms = times_ms[2:]
-  return dict(
-    min=round(min(times_ms), 2), median=round(statistics.median(times_ms), 2), max=round(max(times_ms), 2), steps=len(times_ms)
-  )
+  return dict(min=round(min(times_ms), 2), median=round(statistics.median(times_ms), 2), max=round(max(times_ms), 2), steps=len(times_ms))
 
 
 def memory_of(compiled) -> dict:

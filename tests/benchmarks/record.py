@@ -29,15 +29,15 @@ def conditions() -> dict:
       libraries[name.removesuffix("_version")] = str(error)
   device = jax.devices()[0]
   return {
-      "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-      "command": shlex.join(["python", *sys.orig_argv[1:]]),
-      "device": device.device_kind,
-      "devices": jax.device_count(),
-      "compute_capability": getattr(device, "compute_capability", None),
-      "driver": _driver(),
-      "packages": {name: _version(name) for name in PACKAGES},
-      "libraries": libraries,
-      "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    "command": shlex.join(["python", *sys.orig_argv[1:]]),
+    "device": device.device_kind,
+    "devices": jax.device_count(),
+    "compute_capability": getattr(device, "compute_capability", None),
+    "driver": _driver(),
+    "packages": {name: _version(name) for name in PACKAGES},
+    "libraries": libraries,
+    "xla_flags": os.environ.get("XLA_FLAGS", ""),
   }
 
 
@@ -68,10 +68,10 @@ def time_ms(call, *arguments, warmup: int = 3, repeats: int = 20) -> dict:
     jax.block_until_ready(call(*arguments))
     samples.append(1e3 * (time.perf_counter() - start))
   return {
-      "min_ms": round(min(samples), 3),
-      "median_ms": round(statistics.median(samples), 3),
-      "max_ms": round(max(samples), 3),
-      "repeats": repeats,
+    "min_ms": round(min(samples), 3),
+    "median_ms": round(statistics.median(samples), 3),
+    "max_ms": round(max(samples), 3),
+    "repeats": repeats,
   }
 
 

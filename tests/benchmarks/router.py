@@ -1,6 +1,6 @@
 """The router alone, forward and backward, bfloat16 layer with float32 logits: ours in JAX against Transformer Engine's kernel.
 
-    python -m tests.benchmarks.router --out tests/benchmarks/results/router-h200.json
+python -m tests.benchmarks.router --out tests/benchmarks/results/router-h200.json
 """
 
 import argparse

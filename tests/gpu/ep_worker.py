@@ -13,11 +13,11 @@ import sys
 import tempfile
 
 SHAPES = {
-    # experts, K, batch per rank, sequence, D, F
-    "check": (16, 4, 4, 128, 256, 256),
-    "uneven": (8, 2, 2, 96, 512, 256),
-    "deepseek3": (16, 8, 2, 4096, 7168, 2048),
-    "qwen3": (128, 8, 4, 4096, 2048, 768),
+  # experts, K, batch per rank, sequence, D, F
+  "check": (16, 4, 4, 128, 256, 256),
+  "uneven": (8, 2, 2, 96, 512, 256),
+  "deepseek3": (16, 8, 2, 4096, 7168, 2048),
+  "qwen3": (128, 8, 4, 4096, 2048, 768),
 }
 
 
@@ -73,24 +73,22 @@ class Layer:
     self.mesh = Mesh(np.array(jax.devices()).reshape(args.data, expert_ranks), ("data", "expert"))
     self.layout = block.Layout(mesh=self.mesh, batch=("data", "expert"), expert=("expert",))
     self.group = nccl_ep.Bootstrap(
-        num_experts=self.experts,
-        experts_per_token=self.k,
-        ranks=expert_ranks,
-        max_tokens_per_rank=batch * self.sequence,
-        width=self.width,
+      num_experts=self.experts,
+      experts_per_token=self.k,
+      ranks=expert_ranks,
+      max_tokens_per_rank=batch * self.sequence,
+      width=self.width,
     )
     te_runtime.check_grouped_gemm(jax.devices()[0].compute_capability)
     te_runtime.prepare_nccl_ep()
     nccl_ep.bootstrap(self.group, self.mesh, "expert")
-    self.parts = block.Parts(
-        transport=nccl_ep.NcclEpTransport(self.group), grouped_matmul=te.grouped_matmul
-    )
+    self.parts = block.Parts(transport=nccl_ep.NcclEpTransport(self.group), grouped_matmul=te.grouped_matmul)
     self.spec = block.LayerSpec(
-        num_experts=self.experts,
-        router=RouterRule(experts_per_token=self.k),
-        expert=ExpertRule(),
-        dtype=jnp.dtype(jnp.bfloat16),
-        sum_dtype=jnp.dtype(jnp.float32),
+      num_experts=self.experts,
+      router=RouterRule(experts_per_token=self.k),
+      expert=ExpertRule(),
+      dtype=jnp.dtype(jnp.bfloat16),
+      sum_dtype=jnp.dtype(jnp.float32),
     )
     rng = np.random.default_rng(0)
     draw = lambda *dims, scale=1.0: (rng.standard_normal(dims, np.float32) * scale).astype(jnp.bfloat16)
@@ -100,10 +98,10 @@ class Layer:
     if not args.even:
       gate[0] += np.log(rng.dirichlet(np.ones(self.experts)) * self.experts + 1e-3) * 0.5
     self.inputs = dict(
-        x=x,
-        gate=gate,
-        fused=draw(self.experts, self.width, 2 * self.expert_width, scale=self.width**-0.5),
-        down=draw(self.experts, self.expert_width, self.width, scale=self.expert_width**-0.5),
+      x=x,
+      gate=gate,
+      fused=draw(self.experts, self.width, 2 * self.expert_width, scale=self.width**-0.5),
+      down=draw(self.experts, self.expert_width, self.width, scale=self.expert_width**-0.5),
     )
     self.cotangent = draw(self.batch, self.sequence, self.width)
 
@@ -118,13 +116,13 @@ class Layer:
     def scalar(inputs, cotangent):
       logits = jnp.dot(inputs["x"].astype(jnp.float32), inputs["gate"], precision="highest")
       out = block.moe_block(
-          inputs["x"],
-          logits,
-          routing.RouterInputs(),
-          ExpertWeights(down=inputs["down"], fused=inputs["fused"]),
-          spec=spec,
-          layout=layout,
-          parts=parts,
+        inputs["x"],
+        logits,
+        routing.RouterInputs(),
+        ExpertWeights(down=inputs["down"], fused=inputs["fused"]),
+        spec=spec,
+        layout=layout,
+        parts=parts,
       )
       return (out.y.astype(jnp.float32) * cotangent.astype(jnp.float32)).sum(), out
 
@@ -168,18 +166,18 @@ class Layer:
     errors = {"y": self.error(out.y, wanted.y)}
     errors |= {f"d_{n}": self.error(gradients[n], wanted_gradients[n]) for n in gradients}
     same = all(
-        np.array_equal(np.asarray(s.data, np.float32), np.asarray(t.data, np.float32))
-        for run in runs[1:]
-        for s, t in zip(out.y.addressable_shards, run[0][1].y.addressable_shards)
+      np.array_equal(np.asarray(s.data, np.float32), np.asarray(t.data, np.float32))
+      for run in runs[1:]
+      for s, t in zip(out.y.addressable_shards, run[0][1].y.addressable_shards)
     )
     return {
-        "rank": self.args.rank,
-        "errors": errors,
-        "repeats_identical": same,
-        "rows_equal": np.array_equal(*(np.asarray(a.addressable_data(0)) for a in (out.rows_per_expert, wanted.rows_per_expert))),
-        "receive_rows_max": int(out.receive_rows_max.addressable_data(0)),
-        "receive_capacity": int(out.receive_capacity.addressable_data(0)),
-        "overflow": int(out.overflow.addressable_data(0)),
+      "rank": self.args.rank,
+      "errors": errors,
+      "repeats_identical": same,
+      "rows_equal": np.array_equal(*(np.asarray(a.addressable_data(0)) for a in (out.rows_per_expert, wanted.rows_per_expert))),
+      "receive_rows_max": int(out.receive_rows_max.addressable_data(0)),
+      "receive_capacity": int(out.receive_capacity.addressable_data(0)),
+      "overflow": int(out.overflow.addressable_data(0)),
     }
 
   def error(self, ours, wanted):
@@ -234,30 +232,30 @@ class Layer:
 
     group = self.group
     te_moe.record_ep_bootstrap_signature_for_moe(
-        num_experts=group.num_experts,
-        max_tokens_per_rank=group.max_tokens_per_rank,
-        recv_capacity_per_rank=group.capacity,
-        hidden_dim=group.width,
-        ep_size=group.ranks,
+      num_experts=group.num_experts,
+      max_tokens_per_rank=group.max_tokens_per_rank,
+      recv_capacity_per_rank=group.capacity,
+      hidden_dim=group.width,
+      ep_size=group.ranks,
     )
 
     def scalar(inputs, cotangent):
       y, _, _ = te_moe.moe(
-          inputs["x"],
-          inputs["gate"].astype(jnp.bfloat16),
-          inputs["fused"],
-          inputs["down"],
-          num_experts=self.experts,
-          num_experts_per_tok=self.k,
-          activation_type="silu",
-          score_function="softmax",
-          use_pre_softmax=False,
-          apply_topk_weights_early=True,
-          quantizer_sets=(noop_quantizer_set, noop_quantizer_set),
-          ep_axis="expert",
-          data_parallelism_axes=("data",) if self.args.data > 1 else (),
-          dtype=jnp.bfloat16,
-          recv_capacity_per_rank=group.capacity,
+        inputs["x"],
+        inputs["gate"].astype(jnp.bfloat16),
+        inputs["fused"],
+        inputs["down"],
+        num_experts=self.experts,
+        num_experts_per_tok=self.k,
+        activation_type="silu",
+        score_function="softmax",
+        use_pre_softmax=False,
+        apply_topk_weights_early=True,
+        quantizer_sets=(noop_quantizer_set, noop_quantizer_set),
+        ep_axis="expert",
+        data_parallelism_axes=("data",) if self.args.data > 1 else (),
+        dtype=jnp.bfloat16,
+        recv_capacity_per_rank=group.capacity,
       )
       return (y.astype(jnp.float32) * cotangent.astype(jnp.float32)).sum()
 

@@ -24,14 +24,14 @@ def run_ranks(ranks, *options, one_gpu, timeout=240):
     options = (*options, "--one-gpu")
   command = [sys.executable, "-m", "tests.gpu.ep_worker"]
   processes = [
-      subprocess.Popen(
-          [*command, str(rank), str(ranks), str(port), *options],
-          env=environment,
-          stdout=subprocess.PIPE,
-          stderr=subprocess.STDOUT,
-          text=True,
-      )
-      for rank in range(ranks)
+    subprocess.Popen(
+      [*command, str(rank), str(ranks), str(port), *options],
+      env=environment,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+    )
+    for rank in range(ranks)
   ]
   outputs = []
   try:

@@ -14,11 +14,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.te]
 # 0.11.1 its d_wi_0 is 2.8 % from float32 on Transformer Engine's products, and as far on plain ones with every rounding; without, 2.2 %.
 ROUND_WHERE_WRITTEN = {"xla_allow_excess_precision": False}
 GROUPS = {
-    "even": [128, 128, 128, 128],
-    "empty": [0, 300, 0, 212],
-    "one": [0, 0, 512, 0],
-    "none": [0, 0, 0, 0],
-    "short": [1, 7, 33, 200],  # 271 rows unused
+  "even": [128, 128, 128, 128],
+  "empty": [0, 300, 0, 212],
+  "one": [0, 0, 512, 0],
+  "none": [0, 0, 0, 0],
+  "short": [1, 7, 33, 200],  # 271 rows unused
 }
 
 
@@ -48,8 +48,8 @@ def test_grouped_matmul(name):
 
 
 @pytest.mark.parametrize(
-    "model",
-    ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek2-16b", "deepseek3-671b", "gpt-oss-20b", "llama4-17b-16e", "gemma4-26b"],
+  "model",
+  ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek2-16b", "deepseek3-671b", "gpt-oss-20b", "llama4-17b-16e", "gemma4-26b"],
 )
 def test_layer_against_float32(model):
   """Our bfloat16 layer on TE's parts and our bfloat16 layer on plain products, both against the float32 oracle."""
@@ -57,9 +57,7 @@ def test_layer_against_float32(model):
 
   results = {}
   for name, dtype, experts in (("te", "bfloat16", "te"), ("plain", "bfloat16", "reference"), ("oracle", "float32", "reference")):
-    config = reduced(
-        model, dtype, hardware="gpu", float32_gate_logits=True, load_balance_loss_weight=0.0, routed_bias_update_rate=0.0
-    )
+    config = reduced(model, dtype, hardware="gpu", float32_gate_logits=True, load_balance_loss_weight=0.0, routed_bias_update_rate=0.0)
     mesh = helpers.mesh_of(config, 1)
     module = helpers.routed_moe(config, mesh)
     x, cotangent = (a.astype(jnp.bfloat16).astype(jnp.float32) for a in helpers.layer_inputs(config, batch=8))
@@ -67,7 +65,7 @@ def test_layer_against_float32(model):
     for _, leaf in helpers.parameters(module):
       leaf[...] = leaf[...].astype(jnp.bfloat16).astype(leaf.dtype)
     results[name] = helpers.run_layer(
-        config, mesh, helpers.our_call(experts=experts), module, x, cotangent, compiler_options=ROUND_WHERE_WRITTEN, **more
+      config, mesh, helpers.our_call(experts=experts), module, x, cotangent, compiler_options=ROUND_WHERE_WRITTEN, **more
     )
   for quantity, wanted in results["oracle"].items():
     ours, plain = (helpers.relative_error(results[name][quantity], wanted) for name in ("te", "plain"))

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.host
 
 EXPERT8 = ["ici_expert_parallelism=8", "ici_fsdp_parallelism=1"]
 SUMLESS = {
-    "deepseek3-mtp": [*DEEPSEEK3, "mtp_num_layers=1"],
-    "qwen3-prefused-leading-layers": [*QWEN3, "prefuse_moe_weights=true", "param_scan_axis=0", "remat_policy=minimal"],
-    "qwen3-unscanned": [*QWEN3, "scan_layers=false"],
-    "mixtral-accumulated": [*MIXTRAL, "gradient_accumulation_steps=2", "per_device_batch_size=2"],
+  "deepseek3-mtp": [*DEEPSEEK3, "mtp_num_layers=1"],
+  "qwen3-prefused-leading-layers": [*QWEN3, "prefuse_moe_weights=true", "param_scan_axis=0", "remat_policy=minimal"],
+  "qwen3-unscanned": [*QWEN3, "scan_layers=false"],
+  "mixtral-accumulated": [*MIXTRAL, "gradient_accumulation_steps=2", "per_device_batch_size=2"],
 }
 
 
@@ -78,14 +78,14 @@ def test_dtype_of_sums_over_devices(tmp_path, choice, dtype):
 
 
 @pytest.mark.parametrize(
-    "mesh,devices",
-    [
-        (dict(ici_expert_parallelism=8), 1),
-        (dict(ici_expert_parallelism=4, ici_tensor_parallelism=2), 1),
-        (dict(ici_expert_parallelism=4, ici_fsdp_parallelism=2), 2),
-        (dict(ici_fsdp_parallelism=2, ici_data_parallelism=2, ici_tensor_parallelism=2), 4),
-        (dict(ici_expert_parallelism=2, ici_context_parallelism=4), 4),
-    ],
+  "mesh,devices",
+  [
+    (dict(ici_expert_parallelism=8), 1),
+    (dict(ici_expert_parallelism=4, ici_tensor_parallelism=2), 1),
+    (dict(ici_expert_parallelism=4, ici_fsdp_parallelism=2), 2),
+    (dict(ici_fsdp_parallelism=2, ici_data_parallelism=2, ici_tensor_parallelism=2), 4),
+    (dict(ici_expert_parallelism=2, ici_context_parallelism=4), 4),
+  ],
 )
 def test_how_many_devices_sum(mesh, devices):
   from flax.linen import partitioning
@@ -104,8 +104,8 @@ def test_auto_says_why_not(tmp_path, caplog):
   with caplog.at_level(logging.INFO, "maxtext_moe_te"):
     assert built(tmp_path, [*QWEN3, *EXPERT2], "auto").lowered
   assert (
-      "expert weights are cast to bfloat16 in every layer, so that 4 devices sum their gradients in float32; moe_te.cast_weights=step is "
-      "faster and sums them in bfloat16"
+    "expert weights are cast to bfloat16 in every layer, so that 4 devices sum their gradients in float32; moe_te.cast_weights=step is "
+    "faster and sums them in bfloat16"
   ) in caplog.text
 
 
@@ -121,8 +121,8 @@ def test_weights_in_host_memory(tmp_path):
   with pytest.raises(RefusedError) as refused:
     built(tmp_path, words, "step")
   assert str(refused.value) == (
-      "moe_te.cast_weights=step with parameter_memory_host_offload=true, under which MaxText moves weights itself; needed: the cast in the "
-      "layer. Fix: set moe_te.cast_weights=layer."
+    "moe_te.cast_weights=step with parameter_memory_host_offload=true, under which MaxText moves weights itself; needed: the cast in the "
+    "layer. Fix: set moe_te.cast_weights=layer."
   )
 
 

@@ -15,8 +15,8 @@ from tests.numerics import test_every_model as every
 pytestmark = [pytest.mark.host, pytest.mark.host_0_2_4]
 
 REFUSED = {
-    **every.REFUSED,
-    "kimi-k2-1t": "model_name=kimi-k2-1t on MaxText 0.2.4, which leaves the router bias in the weights; needed: MaxText 0.2.5.",
+  **every.REFUSED,
+  "kimi-k2-1t": "model_name=kimi-k2-1t on MaxText 0.2.4, which leaves the router bias in the weights; needed: MaxText 0.2.5.",
 }
 DATA8 = ["ici_fsdp_parallelism=1", "ici_data_parallelism=8"]
 
@@ -37,12 +37,12 @@ def test_refused(model):
 
 
 @pytest.mark.parametrize(
-    "changes,said",
-    [
-        (dict(model="deepseek3-671b"), "load_balance_loss_weight=0.01 on MaxText 0.2.4, whose balance loss adds the router bias; needed"),
-        (dict(model="mixtral-8x7b", pure_nnx=False, enable_nnx=False, pure_nnx_decoder=False), "the model built with Linen; needed"),
-    ],
-    ids=["biased-balance-loss", "linen"],
+  "changes,said",
+  [
+    (dict(model="deepseek3-671b"), "load_balance_loss_weight=0.01 on MaxText 0.2.4, whose balance loss adds the router bias; needed"),
+    (dict(model="mixtral-8x7b", pure_nnx=False, enable_nnx=False, pure_nnx_decoder=False), "the model built with Linen; needed"),
+  ],
+  ids=["biased-balance-loss", "linen"],
 )
 def test_what_0_2_4_does_otherwise_is_refused(changes, said):
   refusal = rules_from_config.refusal(every.reduced(**changes))
@@ -50,8 +50,8 @@ def test_what_0_2_4_does_otherwise_is_refused(changes, said):
 
 
 CASES = {
-    "mixtral": [*MIXTRAL, "load_balance_loss_weight=0.01"],
-    "deepseek3-accumulated": [*DEEPSEEK3, "gradient_accumulation_steps=2", "per_device_batch_size=2"],
+  "mixtral": [*MIXTRAL, "load_balance_loss_weight=0.01"],
+  "deepseek3-accumulated": [*DEEPSEEK3, "gradient_accumulation_steps=2", "per_device_batch_size=2"],
 }
 # Its sparse path takes the balance loss and the bias update of the first device's tokens for those of all.
 DENSE = ["sparse_matmul=false", "capacity_factor=-1"]

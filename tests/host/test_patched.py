@@ -18,34 +18,34 @@ pytestmark = pytest.mark.host
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 SMALL = dict(
-    run_name="t",
-    enable_checkpointing=False,
-    hardware="cpu",
-    skip_jax_distributed_system=True,
-    log_config=False,
-    enable_tensorboard=False,
-    dataset_type="synthetic",
-    dtype="float32",
-    weight_dtype="float32",
-    matmul_precision="highest",
-    base_emb_dim=32,
-    base_mlp_dim=32,
-    base_moe_mlp_dim=32,
-    base_num_query_heads=2,
-    base_num_kv_heads=2,
-    head_dim=16,
-    base_num_decoder_layers=1,
-    num_experts=4,
-    num_experts_per_tok=2,
-    vocab_size=128,
-    max_target_length=16,
-    per_device_batch_size=2,
-    steps=3,
-    attention="dot_product",
-    megablox=False,
-    sparse_matmul=True,
-    override_model_config=True,
-    model_name="mixtral-8x7b",
+  run_name="t",
+  enable_checkpointing=False,
+  hardware="cpu",
+  skip_jax_distributed_system=True,
+  log_config=False,
+  enable_tensorboard=False,
+  dataset_type="synthetic",
+  dtype="float32",
+  weight_dtype="float32",
+  matmul_precision="highest",
+  base_emb_dim=32,
+  base_mlp_dim=32,
+  base_moe_mlp_dim=32,
+  base_num_query_heads=2,
+  base_num_kv_heads=2,
+  head_dim=16,
+  base_num_decoder_layers=1,
+  num_experts=4,
+  num_experts_per_tok=2,
+  vocab_size=128,
+  max_target_length=16,
+  per_device_batch_size=2,
+  steps=3,
+  attention="dot_product",
+  megablox=False,
+  sparse_matmul=True,
+  override_model_config=True,
+  model_name="mixtral-8x7b",
 )
 WORDS = [f"{key}={value}" for key, value in SMALL.items()]
 
@@ -120,16 +120,16 @@ def test_an_error_of_the_run_is_not_hidden(root):
   """MaxText's context manager, patched and not, around a body that fails."""
   source = patches.find("maxtext", str(root))
   code = (
-      "import ast, contextlib, sys, types\n"
-      "tree = ast.parse(open(sys.argv[1]).read())\n"
-      "tree.body = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == 'transformer_engine_context']\n"
-      "stub = types.ModuleType('transformer_engine.jax.sharding')\n"
-      "stub.MeshResource, stub.global_shard_guard = (lambda **k: None), contextlib.nullcontext\n"
-      "sys.modules |= {'transformer_engine': stub, 'transformer_engine.jax': stub, 'transformer_engine.jax.sharding': stub}\n"
-      "scope = {'contextmanager': contextlib.contextmanager}\n"
-      "exec(compile(tree, 'x', 'exec'), scope)\n"
-      "with scope['transformer_engine_context']():\n"
-      "  raise KeyError('of the run')\n"
+    "import ast, contextlib, sys, types\n"
+    "tree = ast.parse(open(sys.argv[1]).read())\n"
+    "tree.body = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == 'transformer_engine_context']\n"
+    "stub = types.ModuleType('transformer_engine.jax.sharding')\n"
+    "stub.MeshResource, stub.global_shard_guard = (lambda **k: None), contextlib.nullcontext\n"
+    "sys.modules |= {'transformer_engine': stub, 'transformer_engine.jax': stub, 'transformer_engine.jax.sharding': stub}\n"
+    "scope = {'contextmanager': contextlib.contextmanager}\n"
+    "exec(compile(tree, 'x', 'exec'), scope)\n"
+    "with scope['transformer_engine_context']():\n"
+    "  raise KeyError('of the run')\n"
   )
   said = lambda: subprocess.run([sys.executable, "-c", code, source / "maxtext/utils/max_utils.py"], capture_output=True, text=True).stderr
   assert "RuntimeError: generator didn't stop after throw()" in said()

@@ -157,16 +157,14 @@ def test_a_batch_that_does_not_divide():
 def test_a_sequence_that_does_not_divide():
   text = layer_error(ici_context_parallelism=8, ici_fsdp_parallelism=1, max_target_length=12)
   assert text == (
-    "a sequence of 12 over mesh axes context=8; needed: a multiple of 8. Fix: change max_target_length or the parallelism of those "
-    "axes."
+    "a sequence of 12 over mesh axes context=8; needed: a multiple of 8. Fix: change max_target_length or the parallelism of those axes."
   )
 
 
 def test_the_local_transport_with_an_expert_axis():
   text = layer_error(options=dict(transport="local"), ici_expert_parallelism=2, ici_fsdp_parallelism=4)
   assert text == (
-    "moe_te.transport=local on an expert axis of 2; needed: a transport that moves rows between ranks. Fix: set "
-    "moe_te.transport=auto."
+    "moe_te.transport=local on an expert axis of 2; needed: a transport that moves rows between ranks. Fix: set moe_te.transport=auto."
   )
 
 

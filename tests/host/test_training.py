@@ -12,17 +12,17 @@ from tests import helpers, tolerances
 pytestmark = pytest.mark.host
 
 DEEPSEEK3 = [
-    "model_name=deepseek3-tiny",
-    "first_num_dense_layers=1",
-    "q_lora_rank=32",
-    "kv_lora_rank=16",
-    "qk_nope_head_dim=16",
-    "qk_rope_head_dim=16",
-    "v_head_dim=16",
-    "num_experts_per_tok=2",
-    "max_position_embeddings=32",
-    "original_max_position_embeddings=32",
-    "routed_bias_update_rate=0.001",
+  "model_name=deepseek3-tiny",
+  "first_num_dense_layers=1",
+  "q_lora_rank=32",
+  "kv_lora_rank=16",
+  "qk_nope_head_dim=16",
+  "qk_rope_head_dim=16",
+  "v_head_dim=16",
+  "num_experts_per_tok=2",
+  "max_position_embeddings=32",
+  "original_max_position_embeddings=32",
+  "routed_bias_update_rate=0.001",
 ]
 MIXTRAL = ["model_name=mixtral-8x7b"]
 QWEN3 = ["model_name=qwen3-30b-a3b"]
@@ -35,15 +35,15 @@ DENSE = ["sparse_matmul=false", "capacity_factor=-1"]
 BALANCED = ["load_balance_loss_weight=0.01"]
 
 CASES = {
-    "deepseek3": (DEEPSEEK3 + DATA8, []),
-    "deepseek3-unscanned": (DEEPSEEK3 + DATA8 + UNSCANNED, []),
-    "deepseek3-expert2-accumulated": (DEEPSEEK3 + EXPERT2 + ACCUMULATED, DENSE),
-    "mixtral-expert2-full-remat": (MIXTRAL + BALANCED + EXPERT2 + ["remat_policy=full"], DENSE),
-    "mixtral-unscanned": (MIXTRAL + DATA8 + UNSCANNED, []),
-    "qwen3-prefused-named-remat": (
-        QWEN3 + DATA8 + ["remat_policy=custom", "moe_mlpwi_0=device", "moe_x_sorted=device", "prefuse_moe_weights=true"],
-        [],
-    ),
+  "deepseek3": (DEEPSEEK3 + DATA8, []),
+  "deepseek3-unscanned": (DEEPSEEK3 + DATA8 + UNSCANNED, []),
+  "deepseek3-expert2-accumulated": (DEEPSEEK3 + EXPERT2 + ACCUMULATED, DENSE),
+  "mixtral-expert2-full-remat": (MIXTRAL + BALANCED + EXPERT2 + ["remat_policy=full"], DENSE),
+  "mixtral-unscanned": (MIXTRAL + DATA8 + UNSCANNED, []),
+  "qwen3-prefused-named-remat": (
+    QWEN3 + DATA8 + ["remat_policy=custom", "moe_mlpwi_0=device", "moe_x_sorted=device", "prefuse_moe_weights=true"],
+    [],
+  ),
 }
 
 

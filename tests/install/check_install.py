@@ -88,7 +88,7 @@ def test_install_train_uninstall(environment, wheel, tmp_path):
   assert "moe_te" not in command(*train)
   command(ours, "disable")
   assert {path: kind for path, kind in contents(folder).items() if kind != "folder"} == {
-      path: kind for path, kind in installed.items() if kind != "folder"
+    path: kind for path, kind in installed.items() if kind != "folder"
   }
 
   command(ours, "patch", "apply", "maxtext")

@@ -97,9 +97,7 @@ class Contract:
     ranks = layout.size(layout.expert)
     split = set(layout.expert) <= set(layout.tokens)
     transport = (
-      LocalTransport(num_experts, self.alignment)
-      if ranks == 1
-      else XlaTransport(num_experts, layout.expert, ranks, split, self.alignment)
+      LocalTransport(num_experts, self.alignment) if ranks == 1 else XlaTransport(num_experts, layout.expert, ranks, split, self.alignment)
     )
     return block.Parts(transport=transport, grouped_matmul=block.GROUPED_MATMULS[self.experts])
 

@@ -24,9 +24,9 @@ pytestmark = pytest.mark.host
 
 # Refused: what the message must say.
 REFUSED = {
-    "deepseek3-671b-batchsplit": "use_batch_split_schedule",
-    "qwen3.5-35b-a3b-fp8": "float8",
-    "qwen3.5-397b-a17b-fp8": "float8",
+  "deepseek3-671b-batchsplit": "use_batch_split_schedule",
+  "qwen3.5-35b-a3b-fp8": "float8",
+  "qwen3.5-397b-a17b-fp8": "float8",
 }
 # A second layer of the same model that computes something else.
 HASHED = {"deepseek4-284b", "deepseek4-tiny"}
@@ -41,16 +41,16 @@ def reduced(model: str, dtype="float32", **more):
   folder = pathlib.Path(importlib.util.find_spec("maxtext").submodule_search_locations[0]) / "configs" / "models"
   values = yaml.safe_load((folder / f"{model}.yml").read_text())
   changes = dict(
-      attention="dot_product",
-      num_experts=16,
-      num_experts_per_tok=min(int(values.get("num_experts_per_tok", 1)), 4),
-      dtype=dtype,
-      sparse_matmul=True,
-      capacity_factor=-1.0,
-      ici_fsdp_parallelism=1,
-      tokenizer_path="unused",
-      tokenizer_type="sentencepiece",
-      load_balance_loss_weight=0.01,
+    attention="dot_product",
+    num_experts=16,
+    num_experts_per_tok=min(int(values.get("num_experts_per_tok", 1)), 4),
+    dtype=dtype,
+    sparse_matmul=True,
+    capacity_factor=-1.0,
+    ici_fsdp_parallelism=1,
+    tokenizer_path="unused",
+    tokenizer_type="sentencepiece",
+    load_balance_loss_weight=0.01,
   )
   if "engram_layers" in values:
     changes |= dict(engram_layers=[])  # needs a tokenizer from a hub; touches no MoE layer
@@ -124,9 +124,9 @@ def test_float32_equals_maxtext(model, record):
   assert "d_gate.kernel" in theirs
   errors = {name: helpers.relative_error(ours[name], theirs[name]) for name in theirs}
   record(
-      model,
-      forward=max(error for name, error in errors.items() if not name.startswith("d_")),
-      gradient=max(error for name, error in errors.items() if name.startswith("d_")),
+    model,
+    forward=max(error for name, error in errors.items() if not name.startswith("d_")),
+    gradient=max(error for name, error in errors.items() if name.startswith("d_")),
   )
 
 
@@ -147,9 +147,7 @@ def test_bfloat16_is_as_good_as_maxtexts(model):
   from maxtext.layers import moe
 
   def run(dtype, call):
-    config, mesh, module, arrays, inputs = layer_and_inputs(
-        model, dtype=dtype, batch=16, rounded=True, float32_gate_logits=True
-    )
+    config, mesh, module, arrays, inputs = layer_and_inputs(model, dtype=dtype, batch=16, rounded=True, float32_gate_logits=True)
     return helpers.run_layer(config, mesh, call, module, *arrays, **inputs)
 
   oracle = run("float32", moe.RoutedMoE.__call__)
@@ -184,21 +182,21 @@ def full(model):
   from maxtext.configs import pyconfig
 
   return pyconfig.initialize(
-      ["test", pyconfig.__file__.replace("pyconfig.py", "base.yml")],
-      override_model_config=True,
-      model_name=model,
-      run_name="test",
-      base_output_directory="unused",
-      enable_checkpointing=False,
-      hardware="cpu",
-      skip_jax_distributed_system=True,
-      log_config=False,
-      attention="dot_product",
-      sparse_matmul=True,
-      capacity_factor=-1.0,
-      engram_layers=[],
-      tokenizer_path="unused",
-      tokenizer_type="sentencepiece",
+    ["test", pyconfig.__file__.replace("pyconfig.py", "base.yml")],
+    override_model_config=True,
+    model_name=model,
+    run_name="test",
+    base_output_directory="unused",
+    enable_checkpointing=False,
+    hardware="cpu",
+    skip_jax_distributed_system=True,
+    log_config=False,
+    attention="dot_product",
+    sparse_matmul=True,
+    capacity_factor=-1.0,
+    engram_layers=[],
+    tokenizer_path="unused",
+    tokenizer_type="sentencepiece",
   )
 
 

@@ -12,24 +12,24 @@ from tests.numerics.test_every_model import assert_equal, both, layer_and_inputs
 pytestmark = pytest.mark.host
 
 CASES = {
-    "mixtral-renormalized": ("mixtral-8x7b", dict(norm_topk_prob=True)),
-    "qwen3-not-renormalized": ("qwen3-30b-a3b", dict(norm_topk_prob=False)),
-    "gemma4-not-renormalized": ("gemma4-26b", dict(norm_topk_prob=False)),
-    "gemma4-scale-fused-at-inference": ("gemma4-26b", dict(model_call_mode="inference", fuse_expert_scales=True)),
-    "weights-summed-in-layer-dtype": ("qwen3-30b-a3b", dict(float32_weight_sum=False)),
-    "gate-in-float32": ("deepseek3-671b", dict(float32_gate_logits=True)),
-    "padded-experts": ("qwen3-30b-a3b", dict(padded_base_moe_mlp_dim=64)),
-    "padded-experts-prefused": ("qwen3-30b-a3b", dict(padded_base_moe_mlp_dim=64, prefuse_moe_weights=True)),
-    "biased-experts": ("mixtral-8x7b", dict(mlp_bias=True)),
-    "activations-in-float32": ("mixtral-8x7b", dict(activations_in_float32=True)),
-    "megatron-loss": ("deepseek3-671b", dict(moe_use_megatron_seq_aux_loss=True)),
-    "megatron-loss-groups": ("deepseek3-671b", dict(moe_use_megatron_seq_aux_loss=True, n_routing_groups=4, topk_routing_group=2)),
-    "megatron-loss-of-a-softmax-router": ("qwen3-30b-a3b", dict(moe_use_megatron_seq_aux_loss=True)),
-    "no-loss": ("qwen3-30b-a3b", dict(load_balance_loss_weight=0.0)),
-    "bias-update-off": ("deepseek3-671b", dict(routed_bias_update_rate=0.0)),
-    "bias-counts-under-accumulation": ("deepseek3-671b", dict(routed_bias_update_rate=1e-3, gradient_accumulation_steps=2)),
-    "direct-gather": ("mixtral-8x7b", dict(moe_use_direct_token_gather=True)),
-    "router-matmul-vjp": ("deepseek3-671b", dict(router_topk_matmul_vjp=True)),
+  "mixtral-renormalized": ("mixtral-8x7b", dict(norm_topk_prob=True)),
+  "qwen3-not-renormalized": ("qwen3-30b-a3b", dict(norm_topk_prob=False)),
+  "gemma4-not-renormalized": ("gemma4-26b", dict(norm_topk_prob=False)),
+  "gemma4-scale-fused-at-inference": ("gemma4-26b", dict(model_call_mode="inference", fuse_expert_scales=True)),
+  "weights-summed-in-layer-dtype": ("qwen3-30b-a3b", dict(float32_weight_sum=False)),
+  "gate-in-float32": ("deepseek3-671b", dict(float32_gate_logits=True)),
+  "padded-experts": ("qwen3-30b-a3b", dict(padded_base_moe_mlp_dim=64)),
+  "padded-experts-prefused": ("qwen3-30b-a3b", dict(padded_base_moe_mlp_dim=64, prefuse_moe_weights=True)),
+  "biased-experts": ("mixtral-8x7b", dict(mlp_bias=True)),
+  "activations-in-float32": ("mixtral-8x7b", dict(activations_in_float32=True)),
+  "megatron-loss": ("deepseek3-671b", dict(moe_use_megatron_seq_aux_loss=True)),
+  "megatron-loss-groups": ("deepseek3-671b", dict(moe_use_megatron_seq_aux_loss=True, n_routing_groups=4, topk_routing_group=2)),
+  "megatron-loss-of-a-softmax-router": ("qwen3-30b-a3b", dict(moe_use_megatron_seq_aux_loss=True)),
+  "no-loss": ("qwen3-30b-a3b", dict(load_balance_loss_weight=0.0)),
+  "bias-update-off": ("deepseek3-671b", dict(routed_bias_update_rate=0.0)),
+  "bias-counts-under-accumulation": ("deepseek3-671b", dict(routed_bias_update_rate=1e-3, gradient_accumulation_steps=2)),
+  "direct-gather": ("mixtral-8x7b", dict(moe_use_direct_token_gather=True)),
+  "router-matmul-vjp": ("deepseek3-671b", dict(router_topk_matmul_vjp=True)),
 }
 GROUPS = [(2, 1), (4, 2), (4, 3), (8, 4)]
 
@@ -54,8 +54,7 @@ def test_random_routing_draws_the_same_experts(model, monkeypatch):
   monkeypatch.setitem(config._flat_config, "use_random_routing", True)
   assert config.use_random_routing
   ours, theirs = (
-      helpers.run_layer(config, mesh, call, module, *arrays)
-      for call in (helpers.our_call(experts="ragged_dot"), moe.RoutedMoE.__call__)
+    helpers.run_layer(config, mesh, call, module, *arrays) for call in (helpers.our_call(experts="ragged_dot"), moe.RoutedMoE.__call__)
   )
   assert_equal(ours, theirs)
 

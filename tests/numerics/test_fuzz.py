@@ -63,9 +63,7 @@ class Problem:
     sizes = [size for _, size in self.axes]
     mesh = jax.sharding.Mesh(np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes), [name for name, _ in self.axes])
     given = lambda name: (name,) if mesh.shape.get(name, 1) > 1 else ()
-    return block.Layout(
-      mesh=mesh, batch=self.batch_axes, sequence=self.sequence_axes, expert=given("expert"), width=given("tensor")
-    )
+    return block.Layout(mesh=mesh, batch=self.batch_axes, sequence=self.sequence_axes, expert=given("expert"), width=given("tensor"))
 
   @property
   def parts(self) -> block.Parts:

@@ -7,11 +7,11 @@ from tests import helpers, tolerances
 pytestmark = pytest.mark.host
 
 FAMILIES = {
-    "deepseek3": dict(model_name="deepseek3-671b", n_routing_groups=4, topk_routing_group=2, routed_bias_update_rate=1e-3),
-    "deepseek3-no-groups": dict(model_name="kimi-k2-1t", routed_bias_update_rate=0.0),
-    "deepseek2": dict(model_name="deepseek2-16b"),
-    "mixtral": dict(model_name="mixtral-8x7b"),
-    "qwen3": dict(model_name="qwen3-30b-a3b"),
+  "deepseek3": dict(model_name="deepseek3-671b", n_routing_groups=4, topk_routing_group=2, routed_bias_update_rate=1e-3),
+  "deepseek3-no-groups": dict(model_name="kimi-k2-1t", routed_bias_update_rate=0.0),
+  "deepseek2": dict(model_name="deepseek2-16b"),
+  "mixtral": dict(model_name="mixtral-8x7b"),
+  "qwen3": dict(model_name="qwen3-30b-a3b"),
 }
 ONE_DEVICE = dict(ici_fsdp_parallelism=1)
 
@@ -48,9 +48,7 @@ def ours(family, experts, prefused):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_sparse_path(maxtext_results, family, experts, prefused):
   expected = maxtext_results(family, True, prefused)
-  helpers.assert_close(
-      ours(family, experts, prefused), expected, forward=tolerances.FLOAT32_FORWARD, gradient=tolerances.FLOAT32_GRADIENT
-  )
+  helpers.assert_close(ours(family, experts, prefused), expected, forward=tolerances.FLOAT32_FORWARD, gradient=tolerances.FLOAT32_GRADIENT)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

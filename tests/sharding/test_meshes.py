@@ -9,17 +9,17 @@ from tests import helpers, tolerances
 pytestmark = pytest.mark.host
 
 FAMILIES = {
-    "deepseek3": dict(model_name="deepseek3-671b", n_routing_groups=4, topk_routing_group=2, routed_bias_update_rate=1e-3),
-    "mixtral": dict(model_name="mixtral-8x7b"),
-    "qwen3": dict(model_name="qwen3-30b-a3b"),
+  "deepseek3": dict(model_name="deepseek3-671b", n_routing_groups=4, topk_routing_group=2, routed_bias_update_rate=1e-3),
+  "mixtral": dict(model_name="mixtral-8x7b"),
+  "qwen3": dict(model_name="qwen3-30b-a3b"),
 }
 MESHES = {
-    "expert4-fsdp2": dict(ici_expert_parallelism=4, ici_fsdp_parallelism=2),
-    "expert2-data2-fsdp2": dict(ici_expert_parallelism=2, ici_data_parallelism=2, ici_fsdp_parallelism=2),
-    "expert2-tensor2-fsdp2": dict(ici_expert_parallelism=2, ici_tensor_parallelism=2, ici_fsdp_parallelism=2),
-    "expert2-context2-tensor2": dict(ici_expert_parallelism=2, ici_context_parallelism=2, ici_tensor_parallelism=2, ici_fsdp_parallelism=1),
-    "expert8": dict(ici_expert_parallelism=8, ici_fsdp_parallelism=1),
-    "data4-fsdp2": dict(ici_data_parallelism=4, ici_fsdp_parallelism=2),
+  "expert4-fsdp2": dict(ici_expert_parallelism=4, ici_fsdp_parallelism=2),
+  "expert2-data2-fsdp2": dict(ici_expert_parallelism=2, ici_data_parallelism=2, ici_fsdp_parallelism=2),
+  "expert2-tensor2-fsdp2": dict(ici_expert_parallelism=2, ici_tensor_parallelism=2, ici_fsdp_parallelism=2),
+  "expert2-context2-tensor2": dict(ici_expert_parallelism=2, ici_context_parallelism=2, ici_tensor_parallelism=2, ici_fsdp_parallelism=1),
+  "expert8": dict(ici_expert_parallelism=8, ici_fsdp_parallelism=1),
+  "data4-fsdp2": dict(ici_data_parallelism=4, ici_fsdp_parallelism=2),
 }
 
 
@@ -52,9 +52,7 @@ def test_equals_one_device(on_one_device, family, mesh_name):
   module = helpers.routed_moe(config, mesh)
   for experts in ("ragged_dot", "blocked") if mesh_name == "expert4-fsdp2" else ("ragged_dot",):
     actual = helpers.run_layer(config, mesh, helpers.our_call(experts=experts), module, *helpers.layer_inputs(config))
-    helpers.assert_close(
-        actual, on_one_device(family, prefused), forward=tolerances.FLOAT32_FORWARD, gradient=tolerances.FLOAT32_GRADIENT
-    )
+    helpers.assert_close(actual, on_one_device(family, prefused), forward=tolerances.FLOAT32_FORWARD, gradient=tolerances.FLOAT32_GRADIENT)
 
 
 def test_an_axis_that_splits_tokens_and_width_is_refused():

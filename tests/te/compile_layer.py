@@ -33,33 +33,29 @@ def main(gpu: str, case: str) -> dict:
   mesh = Mesh(np.array(devices).reshape(outer, ranks, 1), ("fsdp", "expert", "tensor"))
   layout = block.Layout(mesh=mesh, batch=("fsdp", "expert"), expert=("expert",) if expert else ())
   if expert:
-    group = nccl_ep.Bootstrap(
-        num_experts=E, experts_per_token=K, ranks=ranks, max_tokens_per_rank=B * S // (outer * ranks), width=D
-    )
+    group = nccl_ep.Bootstrap(num_experts=E, experts_per_token=K, ranks=ranks, max_tokens_per_rank=B * S // (outer * ranks), width=D)
     group.check()
     described.pretend_group(group, outer)
     transport = nccl_ep.NcclEpTransport(group)
   else:
     transport = LocalTransport(E, te.MXFP8_BLOCK if mxfp8 else 1)
   parts = block.Parts(
-      transport=transport,
-      grouped_matmul=te.grouped_matmul_mxfp8 if mxfp8 else te.grouped_matmul,
-      route=te_router.route if case == "router" else routing.route,
+    transport=transport,
+    grouped_matmul=te.grouped_matmul_mxfp8 if mxfp8 else te.grouped_matmul,
+    route=te_router.route if case == "router" else routing.route,
   )
   spec = block.LayerSpec(
-      num_experts=E,
-      router=RouterRule(experts_per_token=K),
-      expert=ExpertRule(),
-      dtype=jnp.dtype(jnp.bfloat16),
-      sum_dtype=jnp.dtype(jnp.float32),
-      load_balance_coefficient=0.01,
+    num_experts=E,
+    router=RouterRule(experts_per_token=K),
+    expert=ExpertRule(),
+    dtype=jnp.dtype(jnp.bfloat16),
+    sum_dtype=jnp.dtype(jnp.float32),
+    load_balance_coefficient=0.01,
   )
 
   def layer(x, weights):
     gate, fused, down = weights
-    out = block.moe_block(
-        x, x @ gate, routing.RouterInputs(), ExpertWeights(down=down, fused=fused), spec=spec, layout=layout, parts=parts
-    )
+    out = block.moe_block(x, x @ gate, routing.RouterInputs(), ExpertWeights(down=down, fused=fused), spec=spec, layout=layout, parts=parts)
     return x + out.y, out.load_balance_loss
 
   def loss(x, weights):

@@ -13,22 +13,21 @@ pytestmark = [pytest.mark.te]
 # Scanned layers under full rematerialization: forward, forward again, and per product two gradients.
 GROUPED = {"te_grouped_gemm_v2_ffi": 7}
 EXPERT_PARALLEL = {
-    "te_ep_prepare_ffi": 2,
-    "te_ep_dispatch_ffi": 2,
-    "te_ep_combine_ffi": 1,
-    "te_ep_dispatch_bwd_ffi": 1,
-    "te_ep_combine_bwd_ffi": 1,
+  "te_ep_prepare_ffi": 2,
+  "te_ep_dispatch_ffi": 2,
+  "te_ep_combine_ffi": 1,
+  "te_ep_dispatch_bwd_ffi": 1,
+  "te_ep_combine_bwd_ffi": 1,
 }
 CASES = {
-    ("H100", "local"): GROUPED,
-    ("H100", "expert4"): GROUPED | EXPERT_PARALLEL,
-    ("H100", "unscanned"): {"te_grouped_gemm_v2_ffi": 18},
-    ("H100", "router"): GROUPED
-    | {"te_fused_topk_with_score_function_forward_ffi": 2, "te_fused_topk_with_score_function_backward_ffi": 1},
-    ("GB200", "local"): GROUPED,
-    ("GB200", "expert4"): GROUPED | EXPERT_PARALLEL,
-    ("GB200", "local-mxfp8"): GROUPED,
-    ("GB200", "expert4-mxfp8"): GROUPED | EXPERT_PARALLEL,
+  ("H100", "local"): GROUPED,
+  ("H100", "expert4"): GROUPED | EXPERT_PARALLEL,
+  ("H100", "unscanned"): {"te_grouped_gemm_v2_ffi": 18},
+  ("H100", "router"): GROUPED | {"te_fused_topk_with_score_function_forward_ffi": 2, "te_fused_topk_with_score_function_backward_ffi": 1},
+  ("GB200", "local"): GROUPED,
+  ("GB200", "expert4"): GROUPED | EXPERT_PARALLEL,
+  ("GB200", "local-mxfp8"): GROUPED,
+  ("GB200", "expert4-mxfp8"): GROUPED | EXPERT_PARALLEL,
 }
 
 

@@ -131,9 +131,7 @@ def test_a_second_ctrl_c_kills(play):
   assert "stopped at step 5" in out
 
 
-@pytest.mark.parametrize(
-  ("manner", "status", "shown"), [("fail2", 2, ["the reason"]), ("fail1", 1, ["Traceback", "the reason"])]
-)
+@pytest.mark.parametrize(("manner", "status", "shown"), [("fail2", 2, ["the reason"]), ("fail1", 1, ["Traceback", "the reason"])])
 def test_failed_training(play, tmp_path, manner, status, shown):
   found, out, _ = finish(play(manner=manner))
   assert found == status
@@ -264,9 +262,7 @@ def test_example_is_what_maxtext_parses(text):
   from maxtext.input_pipeline.protos import example_pb2
 
   example = example_pb2.Example.FromString(demo.serialize_example(text))
-  assert {name: list(feature.bytes_list.value) for name, feature in example.features.feature.items()} == {
-    "text": [text.encode()]
-  }
+  assert {name: list(feature.bytes_list.value) for name, feature in example.features.feature.items()} == {"text": [text.encode()]}
 
 
 @pytest.mark.host

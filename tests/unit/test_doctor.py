@@ -326,7 +326,9 @@ CASES = {
     machine(gpus=(B200,) * 8),
     job(
       {
-        "attention_type": "mla", "kv_lora_rank": 512, "micro_batch_size_to_train_on": 1024,
+        "attention_type": "mla",
+        "kv_lora_rank": 512,
+        "micro_batch_size_to_train_on": 1024,
         "lora_axes": {"kv_lora": {"fsdp": 128, "expert": 8}, "q_lora": {}},
       },
       axes={"fsdp": 128, "expert": 8},

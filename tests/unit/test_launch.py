@@ -91,9 +91,7 @@ def start(tmp_path):
   def begin(*options, steps=100000, manner="", nproc=4):
     command = [sys.executable, str(tmp_path / "launch_script.py"), str(tmp_path / "entry.py"), "--nproc", str(nproc)]
     command += ["--logs", str(tmp_path / "logs"), *options, "run", "trainer", str(tmp_path), str(steps), manner]
-    started.append(
-      subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
-    )
+    started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0))
     return started[-1]
 
   yield begin

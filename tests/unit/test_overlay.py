@@ -25,8 +25,7 @@ def fails(spec, kind=OverlayError):
 def test_all_sections(write):
   path = write(
     "a.yml",
-    "about: one line\nsteps: 5\nlearning_rate: 1e-3\n"
-    "moe_te: {router: jax}\nxla_flags: {xla_a: true, xla_b: 2}\nenv: {A: 1, B: false}\n",
+    "about: one line\nsteps: 5\nlearning_rate: 1e-3\nmoe_te: {router: jax}\nxla_flags: {xla_a: true, xla_b: 2}\nenv: {A: 1, B: false}\n",
   )
   overlay = overlays.load(path)
   assert overlay.names == (path,)

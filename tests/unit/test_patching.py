@@ -184,9 +184,7 @@ def test_fingerprint_ignores_comments_but_not_code(victim, tmp_path):
 def test_what_a_seam_relies_on_is_part_of_its_fingerprint(victim):
   alone = patching.fingerprint("victim_module:free")
   with pytest.raises(SeamError, match="the source of victim_module:free is not"):
-    patching.apply_all(
-      [seam("victim_module:free", relies_on=("victim_module:Layer",), fingerprints={"1.0": alone})], host_version="1.0"
-    )
+    patching.apply_all([seam("victim_module:free", relies_on=("victim_module:Layer",), fingerprints={"1.0": alone})], host_version="1.0")
 
 
 def test_printing_fingerprints(victim, capsys):

@@ -25,9 +25,7 @@ def test_supported_versions_pass(pretend):
 
 def test_missing_maxtext(pretend):
   pretend()
-  with pytest.raises(
-    VersionError, match=r"^maxtext is not installed; needed: maxtext>=0\.2\.4,<0\.2\.6 .*Fix: pip install 'maxtext>="
-  ):
+  with pytest.raises(VersionError, match=r"^maxtext is not installed; needed: maxtext>=0\.2\.4,<0\.2\.6 .*Fix: pip install 'maxtext>="):
     versions.check_maxtext()
   with pytest.raises(VersionError, match="maxtext is not installed"):
     versions.check_maxtext(accept_unknown=True)

@@ -50,9 +50,7 @@ def activate(rule: ExpertRule, gate: jax.Array, up: jax.Array) -> jax.Array:
   return activated * (up + rule.up_offset if rule.up_offset else up)
 
 
-def expert_mlp(
-    grouped_matmul: GroupedMatmul, rows, row_weights, group_sizes, weights: ExpertWeights, rule: ExpertRule
-) -> jax.Array:
+def expert_mlp(grouped_matmul: GroupedMatmul, rows, row_weights, group_sizes, weights: ExpertWeights, rule: ExpertRule) -> jax.Array:
   """Runs each row through its expert and weights the result.
 
   The weight multiplies the activation, F wide, instead of the result, D wide: the last product is linear. Rounding happens as

@@ -26,9 +26,9 @@ def grouped_matmul(rows: jax.Array, kernels: jax.Array, group_sizes: jax.Array) 
   """
   if rows.dtype != jnp.bfloat16:
     raise RefusedError(
-        found=f"moe_te.experts=te with dtype={rows.dtype}",
-        needed="dtype=bfloat16, the one its grouped GEMM computes in without waiting for the host",
-        fix="set dtype=bfloat16 or moe_te.experts=ragged_dot",
+      found=f"moe_te.experts=te with dtype={rows.dtype}",
+      needed="dtype=bfloat16, the one its grouped GEMM computes in without waiting for the host",
+      fix="set dtype=bfloat16 or moe_te.experts=ragged_dot",
     )
   return _grouped_matmul(rows, kernels, group_sizes)
 
@@ -74,33 +74,33 @@ def _bind(lhs, rhs, group_sizes, *, ragged: str, out_shape, transpose_kernels: b
   left, right = lhs.shape
   rhs_left = rhs.shape[0] if both else rhs.shape[0] * rhs.shape[1]
   (out,) = _gemm_module().GroupedGemmPrimitive.outer_primitive.bind(
-      lhs,
-      none_float,
-      rhs,
-      none_float,
-      jnp.zeros((), jnp.float32),  # no bias: it would select a kernel that copies group_sizes to the host
-      group_sizes,  # lhs rows
-      none_int,
-      group_sizes if both else none_int,  # rhs rows
-      none_int,
-      none_int if both else group_sizes,  # result rows
-      none_int,
-      jnp.ones((_scalars(group_sizes.size),), jnp.float32),  # alpha
-      jnp.zeros((_scalars(group_sizes.size),), jnp.float32),  # beta
-      lhs_is_trans=both,
-      rhs_is_trans=transpose_kernels,
-      scaling_mode=ScalingMode.NO_SCALING.value,
-      out_dtype=jnp.dtype(lhs.dtype),
-      has_bias=False,
-      use_async_d2h_group_sizes=False,
-      use_v2_ffi=True,
-      lhs_axis_boundary=1,
-      rhs_axis_boundary=1 if both else 2,
-      out_shape=tuple(out_shape),
-      lhs_left_size=left,
-      lhs_right_size=right,
-      rhs_left_size=rhs_left,
-      rhs_right_size=rhs.shape[-1],
+    lhs,
+    none_float,
+    rhs,
+    none_float,
+    jnp.zeros((), jnp.float32),  # no bias: it would select a kernel that copies group_sizes to the host
+    group_sizes,  # lhs rows
+    none_int,
+    group_sizes if both else none_int,  # rhs rows
+    none_int,
+    none_int if both else group_sizes,  # result rows
+    none_int,
+    jnp.ones((_scalars(group_sizes.size),), jnp.float32),  # alpha
+    jnp.zeros((_scalars(group_sizes.size),), jnp.float32),  # beta
+    lhs_is_trans=both,
+    rhs_is_trans=transpose_kernels,
+    scaling_mode=ScalingMode.NO_SCALING.value,
+    out_dtype=jnp.dtype(lhs.dtype),
+    has_bias=False,
+    use_async_d2h_group_sizes=False,
+    use_v2_ffi=True,
+    lhs_axis_boundary=1,
+    rhs_axis_boundary=1 if both else 2,
+    out_shape=tuple(out_shape),
+    lhs_left_size=left,
+    lhs_right_size=right,
+    rhs_left_size=rhs_left,
+    rhs_right_size=rhs.shape[-1],
   )
   return out
 
@@ -127,18 +127,18 @@ def grouped_matmul_mxfp8(rows: jax.Array, kernels: jax.Array, group_sizes: jax.A
   for name, size in (("input", kernels.shape[1]), ("output", kernels.shape[2])):
     if size % MXFP8_BLOCK:
       raise RefusedError(
-          found=f"an expert product with {name} width {size} on one rank, in MXFP8",
-          needed=f"a multiple of {MXFP8_BLOCK}",
-          fix="set moe_te.recipe=bf16, or change the model width or the tensor parallelism",
+        found=f"an expert product with {name} width {size} on one rank, in MXFP8",
+        needed=f"a multiple of {MXFP8_BLOCK}",
+        fix="set moe_te.recipe=bf16, or change the model width or the tensor parallelism",
       )
   from transformer_engine.jax.dense import grouped_dense
   from transformer_engine.jax.quantize import QuantizerFactory, ScalingMode
 
   quantizers = QuantizerFactory.create_set(
-      scaling_mode=ScalingMode.MXFP8_1D_SCALING,
-      fwd_dtype=jnp.float8_e4m3fn,
-      bwd_dtype=jnp.float8_e4m3fn,
-      is_2x2x=True,
-      n_groups=kernels.shape[0],
+    scaling_mode=ScalingMode.MXFP8_1D_SCALING,
+    fwd_dtype=jnp.float8_e4m3fn,
+    bwd_dtype=jnp.float8_e4m3fn,
+    is_2x2x=True,
+    n_groups=kernels.shape[0],
   )
   return grouped_dense(rows, kernels, group_sizes, quantizer_set=quantizers)

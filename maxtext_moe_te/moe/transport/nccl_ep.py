@@ -48,32 +48,32 @@ class Bootstrap:
       RefusedError: with the change that makes it possible.
     """
     for wrong, found, needed, fix in (
-        (self.ranks < 2, "NCCL EP without an expert axis", "at least 2 ranks", "set ici_expert_parallelism=2 or more"),
-        (
-            self.experts_per_token > MAX_EXPERTS_PER_TOKEN,
-            f"num_experts_per_tok={self.experts_per_token} with NCCL EP",
-            f"at most {MAX_EXPERTS_PER_TOKEN}",
-            "set moe_te.transport=xla",
-        ),
-        (
-            self.num_experts % 4 != 0,
-            f"num_experts={self.num_experts} with NCCL EP",
-            "a multiple of 4",
-            "set moe_te.transport=xla",
-        ),
-        (
-            self.num_experts // self.ranks > MAX_LOCAL_EXPERTS,
-            f"{self.num_experts // self.ranks} experts per rank with NCCL EP",
-            f"at most {MAX_LOCAL_EXPERTS}",
-            "raise ici_expert_parallelism",
-        ),
-        (self.width % 8 != 0, f"a model width of {self.width} with NCCL EP", "a multiple of 8", "set moe_te.transport=xla"),
-        (
-            self.max_tokens_per_rank * self.ranks % 4 != 0,
-            f"{self.max_tokens_per_rank} tokens per rank on {self.ranks} ranks with NCCL EP",
-            "tokens times ranks divisible by 4",
-            "change per_device_batch_size or max_target_length",
-        ),
+      (self.ranks < 2, "NCCL EP without an expert axis", "at least 2 ranks", "set ici_expert_parallelism=2 or more"),
+      (
+        self.experts_per_token > MAX_EXPERTS_PER_TOKEN,
+        f"num_experts_per_tok={self.experts_per_token} with NCCL EP",
+        f"at most {MAX_EXPERTS_PER_TOKEN}",
+        "set moe_te.transport=xla",
+      ),
+      (
+        self.num_experts % 4 != 0,
+        f"num_experts={self.num_experts} with NCCL EP",
+        "a multiple of 4",
+        "set moe_te.transport=xla",
+      ),
+      (
+        self.num_experts // self.ranks > MAX_LOCAL_EXPERTS,
+        f"{self.num_experts // self.ranks} experts per rank with NCCL EP",
+        f"at most {MAX_LOCAL_EXPERTS}",
+        "raise ici_expert_parallelism",
+      ),
+      (self.width % 8 != 0, f"a model width of {self.width} with NCCL EP", "a multiple of 8", "set moe_te.transport=xla"),
+      (
+        self.max_tokens_per_rank * self.ranks % 4 != 0,
+        f"{self.max_tokens_per_rank} tokens per rank on {self.ranks} ranks with NCCL EP",
+        "tokens times ranks divisible by 4",
+        "change per_device_batch_size or max_target_length",
+      ),
     ):
       if wrong:
         raise RefusedError(found=found, needed=needed, fix=fix)
@@ -84,12 +84,12 @@ class Bootstrap:
     from transformer_engine.jax.moe import get_moe_recv_capacity_per_rank
 
     return get_moe_recv_capacity_per_rank(
-        num_experts=self.num_experts,
-        num_experts_per_tok=self.experts_per_token,
-        max_tokens_per_rank=self.max_tokens_per_rank,
-        ep_size=self.ranks,
-        recv_capacity_factor=self.capacity_factor or None,
-        alignment=ALIGNMENT,
+      num_experts=self.num_experts,
+      num_experts_per_tok=self.experts_per_token,
+      max_tokens_per_rank=self.max_tokens_per_rank,
+      ep_size=self.ranks,
+      recv_capacity_factor=self.capacity_factor or None,
+      alignment=ALIGNMENT,
     )
 
 
@@ -112,9 +112,9 @@ def bootstrap(group: Bootstrap, mesh: jax.sharding.Mesh, expert_axis: str) -> No
     return
   if _bootstrapped is not None:
     raise RefusedError(
-        found=f"this process's NCCL EP group is for {_bootstrapped}, and a run asks for {group}",
-        needed="one shape of MoE layer per process",
-        fix="start the second run in a process of its own",
+      found=f"this process's NCCL EP group is for {_bootstrapped}, and a run asks for {group}",
+      needed="one shape of MoE layer per process",
+      fix="start the second run in a process of its own",
     )
   group.check()
   from transformer_engine.jax.ep import ep_bootstrap
@@ -122,14 +122,14 @@ def bootstrap(group: Bootstrap, mesh: jax.sharding.Mesh, expert_axis: str) -> No
 
   with jax.set_mesh(mesh), mesh, global_shard_guard(MeshResource(ep_resource=expert_axis)):
     ep_bootstrap(
-        world_size=mesh.devices.size,
-        rank=jax.process_index(),
-        num_experts=group.num_experts,
-        max_tokens_per_rank=group.max_tokens_per_rank,
-        recv_capacity_per_rank=group.capacity,
-        hidden_dim=group.width,
-        max_token_dtype=jnp.bfloat16,
-        drop_on_overflow=bool(group.capacity_factor),
+      world_size=mesh.devices.size,
+      rank=jax.process_index(),
+      num_experts=group.num_experts,
+      max_tokens_per_rank=group.max_tokens_per_rank,
+      recv_capacity_per_rank=group.capacity,
+      hidden_dim=group.width,
+      max_token_dtype=jnp.bfloat16,
+      drop_on_overflow=bool(group.capacity_factor),
     )
   _bootstrapped = group
 
@@ -144,9 +144,9 @@ def check_local_devices() -> None:
 
   if jax.local_device_count() > 1 and not ep.use_nccl_comm_from_xla():
     raise RefusedError(
-        found=f"{jax.local_device_count()} GPUs in one process, with a Transformer Engine or JAX that cannot share XLA's communicators",
-        needed="JAX 0.11.2 or newer and a Transformer Engine built against it, or one GPU per process",
-        fix="start one process per GPU, or set moe_te.transport=xla",
+      found=f"{jax.local_device_count()} GPUs in one process, with a Transformer Engine or JAX that cannot share XLA's communicators",
+      needed="JAX 0.11.2 or newer and a Transformer Engine built against it, or one GPU per process",
+      fix="start one process per GPU, or set moe_te.transport=xla",
     )
 
 
@@ -184,16 +184,16 @@ class NcclEpTransport:
     """See `Transport.dispatch`. Rows are aligned to `ALIGNMENT` and padded with zeros; past the last expert's they are undefined."""
     if not distinct:
       raise RefusedError(
-          found="a router that may name an expert twice, with NCCL EP",
-          needed="a top-k selection",
-          fix="set moe_te.transport=xla",
+        found="a router that may name an expert twice, with NCCL EP",
+        needed="a top-k selection",
+        fix="set moe_te.transport=xla",
       )
     group = self.group
     if x.shape[0] > group.max_tokens_per_rank or (x.shape[1], experts.shape[1]) != (group.width, group.experts_per_token):
       raise RefusedError(
-          found=f"{x.shape[0]} tokens of width {x.shape[1]} per rank, {experts.shape[1]} experts each, in an NCCL EP group for {group}",
-          needed="no more tokens than the group was made for, of its width and experts per token",
-          fix="set moe_te.transport=xla, or undo the change of logical_axis_rules that gives a rank more tokens",
+        found=f"{x.shape[0]} tokens of width {x.shape[1]} per rank, {experts.shape[1]} experts each, in an NCCL EP group for {group}",
+        needed="no more tokens than the group was made for, of its width and experts per token",
+        fix="set moe_te.transport=xla, or undo the change of logical_axis_rules that gives a rank more tokens",
       )
     call = _Call(experts_per_token=group.experts_per_token, tokens=x.shape[0], capacity=group.capacity)
     rows, row_weights, counts, received, handle = _dispatch(call, x, experts, weights.astype(jnp.float32))

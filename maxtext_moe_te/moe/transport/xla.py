@@ -40,9 +40,7 @@ class XlaTransport:
     if self.tokens_split:
       x, experts, weights = (jax.lax.all_gather(a, self.axis, tiled=True) for a in (x, experts, weights))
     count = self.num_experts // self.ranks
-    capacity = worst_case_rows(
-        group_tokens=x.shape[0], experts_per_token=experts.shape[1], local_experts=count, distinct=distinct
-    )
+    capacity = worst_case_rows(group_tokens=x.shape[0], experts_per_token=experts.shape[1], local_experts=count, distinct=distinct)
     if self.capacity_factor:
       balanced = balanced_rows(group_tokens=x.shape[0], experts_per_token=experts.shape[1], ranks=self.ranks)
       capacity = min(capacity, math.ceil(self.capacity_factor * balanced))

@@ -124,9 +124,7 @@ def jax(machine, job):
       "https://github.com/openxla/xla/pull/46231",
     )
   elif found in supported.hazards and machine.gpus:
-    yield _warning(
-      f"jax {found}: {supported.hazards[found]}", "0.12 or newer", "pip install 'jax[cuda13]>=0.12'", "measured with 0.11.2"
-    )
+    yield _warning(f"jax {found}: {supported.hazards[found]}", "0.12 or newer", "pip install 'jax[cuda13]>=0.12'", "measured with 0.11.2")
   lib = machine.packages.get("jaxlib")
   if lib is not None and Version(lib).release[:3] != Version(found).release[:3]:
     yield _error(f"jax {found} beside jaxlib {lib}", "the same version of both", f"pip install 'jaxlib=={found}'", "JAX's version check")
