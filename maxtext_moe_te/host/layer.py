@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 from maxtext.layers import linears, moe
 
-from maxtext_moe_te import versions
 from maxtext_moe_te.errors import RefusedError
-from maxtext_moe_te.host import metrics, parts, rules_from_config
+from maxtext_moe_te.host import features, metrics, parts, rules_from_config
 from maxtext_moe_te.moe import block, routing
 from maxtext_moe_te.moe.experts.base import ExpertWeights
 from maxtext_moe_te.moe.rules import RouterRule, Selection
@@ -167,9 +166,9 @@ def mesh_axes(module: moe.RoutedMoE, logical_names) -> list[tuple[str, ...]]:
 
 
 def _bias_update(module: moe.RoutedMoE, rows: jax.Array):
-  """What MaxText's train step adds to the router bias; the raw counts if it sums them over microbatches first, as 0.2.5 does."""
+  """What MaxText's train step adds to the router bias; the raw counts if it sums them over microbatches first."""
   if not module.should_update_load_balance():
     return None
-  if module.config.gradient_accumulation_steps > 1 and not versions.maxtext_before("0.2.5"):
+  if module.config.gradient_accumulation_steps > 1 and features.of_host().sums_counts:
     return rows
   return routing.bias_update(rows, module.config.routed_bias_update_rate)

@@ -8,8 +8,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from maxtext_moe_te import versions
 from maxtext_moe_te.errors import RefusedError
+from maxtext_moe_te.host import features, source
 from maxtext_moe_te.moe.block import LayerSpec
 from maxtext_moe_te.moe.routing import BalanceLoss
 from maxtext_moe_te.moe.rules import ExpertRule, RouterRule, Selection, Weighting
@@ -82,7 +82,7 @@ def layer_spec(config, *, hash_routing: bool = False) -> LayerSpec:
   """Everything the layer computes, from the configuration; see `router_rule` for `hash_routing`."""
   megatron = getattr(config, "moe_use_megatron_seq_aux_loss", False) and config.routed_score_func == "sigmoid"
   coefficient = config.load_balance_loss_weight
-  if versions.maxtext_before("0.2.5"):  # it does not divide the load by the experts per token
+  if not features.of_host().balance_loss_divides_by_k:
     coefficient *= config.num_experts_per_tok
   return LayerSpec(
     num_experts=config.num_experts,
@@ -109,8 +109,7 @@ def refusal(config) -> RefusedError | None:
   """Why this configuration would not be exact under the plugin, or None."""
   if not is_moe(config):
     return None
-  old = _rules_of_0_2_4(config) if versions.maxtext_before("0.2.5") else ()
-  for wrong, found, needed, fix in (*_rules_of_refusal(config), *old):
+  for wrong, found, needed, fix in (*_rules_of_refusal(config), *_rules_of_this_source(config)):
     if wrong:
       return RefusedError(found=found, needed=needed, fix=fix)
   return None
@@ -192,20 +191,22 @@ def _rules_of_refusal(config):
   )
 
 
-def _rules_of_0_2_4(config):
-  """As `_rules_of_refusal`: what MaxText 0.2.4 computes differently than 0.2.5 and the plugin does not follow."""
-  newer = "MaxText 0.2.5"
+def _rules_of_this_source(config):
+  """As `_rules_of_refusal`: what the imported MaxText computes otherwise than the model means, and the plugin does not follow."""
+  has = features.of_host()
+  here, newer = f"this MaxText ({source.version()})", "the source of MaxText 0.2.5 or newer"
   linen = [key for key in ("pure_nnx", "enable_nnx", "pure_nnx_decoder") if not getattr(config, key, True)]
   yield bool(linen), f"{' and '.join(f'{key}=false' for key in linen)}, the model built with Linen", "pure_nnx=true", "remove it"
+  bias_free = config.model_name.startswith(BIAS_FREE_WEIGHTS)
   yield (
-    config.model_name.startswith("kimi-k2"),
-    f"model_name={config.model_name} on MaxText 0.2.4, which leaves the router bias in the weights",
+    bias_free and config.routed_bias and not config.model_name.startswith(has.bias_free_weights),
+    f"model_name={config.model_name} on {here}, which leaves the router bias in the weights",
     newer,
     "pip install maxtext==0.2.5",
   )
   yield (
-    config.load_balance_loss_weight > 0 and config.routed_bias and config.model_name.startswith(BIAS_FREE_WEIGHTS),
-    f"load_balance_loss_weight={config.load_balance_loss_weight:g} on MaxText 0.2.4, whose balance loss adds the router bias",
+    has.balance_loss_has_bias and config.load_balance_loss_weight > 0 and config.routed_bias and bias_free,
+    f"load_balance_loss_weight={config.load_balance_loss_weight:g} on {here}, whose balance loss adds the router bias",
     f"{newer}, or load_balance_loss_weight=0",
     "pip install maxtext==0.2.5, or set load_balance_loss_weight=0",
   )

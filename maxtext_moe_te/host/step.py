@@ -24,8 +24,7 @@ from maxtext.optimizers import optimizers
 from maxtext.trainers.pre_train import train
 from maxtext.utils import max_utils, maxtext_utils, model_creation_utils, sharding
 
-from maxtext_moe_te import versions
-from maxtext_moe_te.host import parts, seams
+from maxtext_moe_te.host import features, parts, seams
 from maxtext_moe_te.settings.config import MoeTeOptions
 from maxtext_moe_te.settings.overlay import Overlay
 
@@ -179,7 +178,7 @@ def build(
 def _state(config, mesh, keep_gradients):
   """(function that makes the train state, its shapes, its shardings), as MaxText's trainers have them."""
   make_model, model = model_creation_utils.create_nnx_abstract_model(config, mesh)
-  of_mesh = {} if versions.maxtext_before("0.2.5") else {"mesh": mesh}
+  of_mesh = {"mesh": mesh} if features.of_host().optimizer_takes_mesh else {}
   optimizer = optimizers.get_optimizer(config, maxtext_utils.create_learning_rate_schedule(config), model, **of_mesh)
   if keep_gradients:
     optimizer = optax.chain(optax.GradientTransformation(lambda params: _Gradients(params), _keep), optimizer)
