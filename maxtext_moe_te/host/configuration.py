@@ -30,18 +30,7 @@ from maxtext_moe_te.settings.xla_flags import as_text
 log = logging.getLogger("maxtext_moe_te")
 
 _PYCONFIG = "maxtext.configs.pyconfig"
-# `_read` follows the order of pyconfig's own resolution, so a change there must be seen.
-_RELIES_ON = (f"{_PYCONFIG}:_initialize_pydantic", f"{_PYCONFIG}:_resolve_or_infer_config", f"{_PYCONFIG}:_load_config")
-_FINGERPRINTS = {  # the same in both releases
-  "initialize": dict.fromkeys(("0.2.4", "0.2.5"), "0787bfb3930a314bd12d2723b587344c5a3cbede5e2a8a8ceca5ec7cc4072a49"),
-  "initialize_pydantic": dict.fromkeys(("0.2.4", "0.2.5"), "a4a5f8b57ef205a57ae6d6e851b04efcc90320bdd6d0c7ee863ecfb7b111c940"),
-}
-
-# What is switched when a YAML asks for a MoE path that the plugin replaces. Some keys decide on the path,
-# the others belong to it and would fail MaxText's validators without it.
-_TO_DROPLESS = {"sparse_matmul": True, "capacity_factor": -1.0, "megablox": False}
-_FROM_UPSTREAM_TE = {"te_moe_block": False, "te_gmm_quantization": "", "ragged_buffer_factor": -1.0}
-_DECISIVE = ("num_experts", *_TO_DROPLESS, *_FROM_UPSTREAM_TE)
+_FUNCTIONS = ("initialize", "initialize_pydantic")
 
 
 def config_seams(overlay: Overlay | None, options: MoeTeOptions, checks: Sequence[Callable[[Any], None]] = ()) -> list[Seam]:
@@ -71,11 +60,10 @@ def config_seams(overlay: Overlay | None, options: MoeTeOptions, checks: Sequenc
     Seam(
       target=f"{_PYCONFIG}:{name}",
       replace=replace,
-      fingerprints=fingerprints,
-      relies_on=_RELIES_ON,
+      passes=("argv", "config_class"),
       reason="every MaxText entry point resolves its configuration here",
     )
-    for name, fingerprints in _FINGERPRINTS.items()
+    for name in _FUNCTIONS
   ]
 
 

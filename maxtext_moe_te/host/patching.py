@@ -1,19 +1,11 @@
-"""Replacing attributes of other modules and putting them back: mechanism only, it knows no host.
+"""Replacing attributes of other modules and putting them back: mechanism only, it knows no host."""
 
-`python -m maxtext_moe_te.host.patching TARGET[,TARGET…] …` prints the fingerprint to record for a seam (the further targets
-of one word are those that it `relies_on`).
-"""
-
-import ast
 import collections
 import functools
-import hashlib
 import importlib
 import inspect
 import logging
-import sys
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,16 +21,17 @@ class Seam:
   Args:
     target: "package.module:Attr.path"; the last name must be the owner's own, not inherited.
     replace: takes the original, returns what takes its place.
-    fingerprints: host version to fingerprint, see `fingerprint`; "VERSION patched" for the source as patches/ leaves it.
     reason: why this place is replaced, in a few words.
-    relies_on: further targets whose source the replacement counts on; part of the fingerprint.
+    passes: names of the parameters by which the replacement and the original's callers understand each other; the original must have them,
+      in this order among its own.
+    complete: whether it may have no others: the replacement does not call it, and what it does not know it would lose.
   """
 
   target: str
   replace: Callable[[Any], Any]
-  fingerprints: Mapping[str, str]
   reason: str
-  relies_on: tuple[str, ...] = ()
+  passes: tuple[str, ...] = ()
+  complete: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,31 +102,23 @@ class Activation:
     self.undo()
 
 
-def apply_all(seams: Sequence[Seam], *, host_version: str, accept_unknown: bool = False) -> Activation:
+def apply_all(seams: Sequence[Seam], *, check: Callable[[Seam, Any], None] = lambda seam, original: None) -> Activation:
   """Checks all seams, then makes all changes, or none.
 
   Args:
     seams: each target at most once.
-    host_version: the key into `Seam.fingerprints`.
-    accept_unknown: replace a target even if its source is not the one recorded; warned about.
+    check: called with each seam and what it replaces; raises what speaks against it.
 
   Raises:
-    SeamError: a target is missing, given twice, or its source is not the recorded one. Nothing was changed.
+    SeamError: a target is missing, given twice, or has other parameters than the replacement relies on. Nothing was changed.
   """
   twice = [target for target, count in collections.Counter(seam.target for seam in seams).items() if count > 1]
   if twice:
     raise SeamError(found=f"two seams for {', '.join(twice)}", needed="one seam per target", fix="join the two replacements")
   places = [(seam, *_resolve(seam.target)) for seam in seams]
-  recorded = lambda seam: [seam.fingerprints.get(version) for version in (host_version, f"{host_version} patched")]
-  changed = [seam.target for seam in seams if _fingerprint_of(seam) not in recorded(seam)]
-  if changed and not accept_unknown:
-    raise SeamError(
-      found=f"the source of {', '.join(changed)} is not what the plugin was written against (host version {host_version})",
-      needed="the source recorded for a supported version",
-      fix="use a supported version or moe_te.unknown_host=true",
-    )
-  for target in changed:
-    log.warning("%s: unknown source accepted, nothing vouches for the result", target)
+  for seam, owner, name in places:
+    _check_parameters(seam, vars(owner)[name])
+    check(seam, vars(owner)[name])
 
   activation = Activation()
   planned = [_plan(seam, owner, name, activation.calls) for seam, owner, name in places]
@@ -175,36 +160,21 @@ def activate_once(key: Any, make: Callable[[], Activation]) -> Activation:
   return activation
 
 
-def fingerprint(*targets: str) -> str:
-  """The sha256 of the source of the targets, comments, blank lines and indentation of the whole left out.
-
-  Raises:
-    SeamError: a target is missing or has no source.
-  """
-  digest = hashlib.sha256()
-  for target in targets:
-    owner, name = _resolve(target)
-    entry = vars(owner)[name]
-    try:
-      source = inspect.getsource(getattr(entry, "__func__", entry))
-    except (OSError, TypeError) as error:
-      raise SeamError(
-        found=f"{target} has no Python source", needed="a function or class written in Python", fix="use a supported version"
-      ) from error
-    digest.update(_normalized(source).encode())
-  return digest.hexdigest()
-
-
-def _fingerprint_of(seam):
-  return fingerprint(seam.target, *seam.relies_on)
-
-
-def _normalized(source):
-  # Not `ast.dump`: its text changes between Python versions. Parsed only to make sure that it is complete.
-  source = textwrap.dedent(source)
-  ast.parse(source)
-  lines = (line.rstrip() for line in source.splitlines())
-  return "\n".join(line for line in lines if line and not line.lstrip().startswith("#"))
+def _check_parameters(seam, original):
+  original = getattr(original, "__func__", original)
+  if not seam.passes or not callable(original):
+    return
+  names = list(inspect.signature(original).parameters)
+  found = f"{seam.target} has the parameters ({', '.join(names)})"
+  if [name for name in names if name in seam.passes] != list(seam.passes):
+    raise SeamError(found=found, needed=f"among them {', '.join(seam.passes)}", fix="use a supported version of the package")
+  more = [name for name in names if name not in seam.passes]
+  if seam.complete and more:
+    raise SeamError(
+      found=f"{found}, of which the plugin does not know {', '.join(more)}",
+      needed=f"no more than {', '.join(seam.passes)}",
+      fix="use a supported version of the package",
+    )
 
 
 def _resolve(target):
@@ -252,13 +222,3 @@ def _describe(value):
     # Not __module__ and __qualname__: a replacement made with functools.wraps carries the original's.
     return f"{value.__globals__['__name__']}.{value.__code__.co_qualname.replace('<locals>.', '')}"
   return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', repr(value))}".lstrip(".")
-
-
-def main(words: Sequence[str]) -> int:
-  for word in words:
-    print(word.split(",")[0], fingerprint(*word.split(",")))
-  return 0
-
-
-if __name__ == "__main__":
-  sys.exit(main(sys.argv[1:]))

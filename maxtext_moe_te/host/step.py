@@ -24,7 +24,7 @@ from maxtext.optimizers import optimizers
 from maxtext.trainers.pre_train import train
 from maxtext.utils import max_utils, maxtext_utils, model_creation_utils, sharding
 
-from maxtext_moe_te.host import features, parts, seams
+from maxtext_moe_te.host import expert_group, features, seams
 from maxtext_moe_te.settings.config import MoeTeOptions
 from maxtext_moe_te.settings.overlay import Overlay
 
@@ -104,13 +104,10 @@ class Step:
     return filled
 
 
-_transformer_engine = seams.honest_context(None)
-
-
 @contextlib.contextmanager
 def _context(config, mesh):
   with (
-    _transformer_engine() if config.hardware.startswith("gpu") else contextlib.nullcontext(),
+    seams.honest_context(max_utils.transformer_engine_context)() if config.hardware.startswith("gpu") else contextlib.nullcontext(),
     jax.set_mesh(mesh),
     logical_axis_rules(config.logical_axis_rules),
   ):
@@ -153,7 +150,7 @@ def build(
       axis_types = (AxisType.Auto,) * len(config.mesh_axes)
       mesh = Mesh(maxtext_utils.create_device_mesh(config, devices), config.mesh_axes, axis_types=axis_types)
       if options.enabled:
-        parts.bootstrap(options, config, mesh)
+        expert_group.bootstrap(options, config, mesh)
       make, state, shardings = _state(config, mesh, keep_gradients)
     graph = nnx.split(nnx.eval_shape(make))[0]
     data_sharding = sharding.get_input_data_sharding(config, mesh)

@@ -16,6 +16,7 @@ CHOICES = {
   "experts": ("auto", "reference", "ragged_dot", "blocked", "te"),
   "recipe": ("bf16", "mxfp8"),
   "cast_weights": ("auto", "step", "layer"),
+  "selfcheck": ("auto", "always", "never"),
 }
 
 # The tensors that MaxText's remat_policy=custom can place, by their keys in its configuration; not the indices, which are small.
@@ -47,7 +48,8 @@ class MoeTeOptions:
     metrics: report rows per expert, receive demand and overflow from every decoder block.
     xla_profile: named sets of XLA flags, of settings/xla_flags.toml; a list, or text with commas. The overlay's own flags win over
       them, and the user's over both.
-    unknown_host: accept a MaxText function whose source differs from the recorded fingerprint.
+    selfcheck: where MaxText's source is not known to the plugin, its layer and the plugin's are compared by numbers before the run, at
+      reduced width; always does so on known source too, never refuses unknown source.
   """
 
   enabled: bool = True
@@ -60,7 +62,7 @@ class MoeTeOptions:
   offload: tuple[str, ...] = ()
   metrics: bool = True
   xla_profile: tuple[str, ...] = ()
-  unknown_host: bool = False
+  selfcheck: str = "auto"
 
   def __post_init__(self):
     for field in ("offload", "xla_profile"):

@@ -1,0 +1,117 @@
+"""The comparisons of `selfcheck`: how far ours is from MaxText's own, quantity by quantity."""
+
+import math
+import re
+import tempfile
+
+import jax
+import jax.numpy as jnp
+from maxtext.configs import pyconfig, types
+from maxtext.layers import moe
+
+from maxtext_moe_te.host import known, one_layer, step
+from maxtext_moe_te.settings.config import MoeTeOptions
+
+_BASE = pyconfig.__file__.replace("pyconfig.py", "base.yml")
+_BATCH = 8
+# MaxText's dense path computes what its sparse one does, and on any mesh: the sparse one needs a collective that CPUs lack once there is an
+# expert axis, and on several devices older sources take the first one's balance loss for that of all.
+_DENSE = dict(sparse_matmul="false", capacity_factor="-1", prefuse_moe_weights="false")
+
+
+def errors(request: dict) -> dict[str, float | None]:
+  """Relative errors by quantity; None where one is not finite. See `selfcheck.request_of`."""
+  found = {}
+  if known.LAYER in request["groups"]:
+    found |= {f"layer {name}": error for name, error in _of_layer(request).items()}
+  if known.STEP in request["groups"]:
+    for microbatches in (1, 2):
+      found |= {f"step {microbatches} {name}": error for name, error in _of_step(request, microbatches).items()}
+  return found
+
+
+def _differences(ours, theirs):
+  if ours.keys() != theirs.keys():
+    raise ValueError(f"other quantities: {sorted(ours.keys() ^ theirs.keys())}")
+  found = {name: one_layer.relative_error(ours[name], theirs[name]) for name in theirs}
+  return {name: error if math.isfinite(error) else None for name, error in found.items()}
+
+
+def _parallelism(mesh):
+  """Words for a mesh with these axes."""
+  words = {key: "1" for key in types.MaxTextConfig.model_fields if re.fullmatch("(ici|dcn)_[a-z_]+_parallelism", key)}
+  return words | {f"ici_{axis}_parallelism": str(size) for axis, size in mesh.items()}
+
+
+def _config(words):
+  return pyconfig.initialize(["selfcheck", _BASE, "run_name=selfcheck", "base_output_directory=unused", *_joined(words)])
+
+
+def _joined(words):
+  return [f"{key}={value}" for key, value in words.items()]
+
+
+def _of_layer(request):
+  """MaxText's own layer on one device against ours on the mesh."""
+  here = pyconfig.initialize
+  del here
+  variants = [{}]
+  if request["block"] == "deepseek4":
+    variants.append({"is_hash_routing": True})
+  found = {}
+  for layer in variants:
+    results = []
+    for mesh_axes, call in (({}, moe.RoutedMoE.__call__), (request["mesh"], one_layer.our_call())):
+      devices = math.prod(mesh_axes.values())
+      config = _one_device(devices, request["layer"] | _parallelism(mesh_axes))
+      mesh = one_layer.mesh_of(config, devices)
+      module = one_layer.routed_moe(config, mesh, **layer)
+      x, cotangent = one_layer.inputs(config, batch=_BATCH)
+      more = {}
+      if request["block"] == "gemma4":
+        more["gate_inputs"] = jax.random.normal(jax.random.key(7), x.shape)
+      if layer:
+        more["input_ids"] = jax.random.randint(jax.random.key(8), x.shape[:2], 0, config.vocab_size)
+        table = jax.random.randint(jax.random.key(9), module.tid2eid.value.shape, 0, config.num_experts)
+        module.tid2eid.value = table.astype(jnp.float32)
+      results.append(one_layer.run(config, mesh, call, module, x, cotangent, **more))
+    theirs, ours = results
+    found |= {("hashed " if layer else "") + name: error for name, error in _differences(ours, theirs).items()}
+  return found
+
+
+def _one_device(devices, words):
+  """The configuration for so many of this process's devices."""
+  return _config(words | {"compile_topology": "described", "internal_compile": "true", "internal_compile_num_devices": str(devices)})
+
+
+def _of_step(request, microbatches):
+  """One train step, with the plugin and without it: the loss, every gradient, and the router biases after it."""
+  mesh = request["mesh"]
+  devices = math.prod(mesh.values())
+  per_device = _BATCH // min(devices, _BATCH) * microbatches
+  words = request["model"] | {"gradient_accumulation_steps": str(microbatches), "per_device_batch_size": str(per_device)}
+  plain = words | _DENSE | _parallelism({"data": devices} if devices > 1 else {})
+  own = words | _parallelism(mesh)
+  results = []
+  with tempfile.TemporaryDirectory() as folder:
+    for run, options in ((plain, MoeTeOptions(enabled=False)), (own, MoeTeOptions(**request["options"]))):
+      standing = [_BASE, "run_name=selfcheck", f"base_output_directory={folder}"]
+      built = step.build([*standing, *_joined(run)], options=options, keep_gradients=True)
+      compiled = built.compile({})
+      state = built.initialize()
+      with built.context():
+        state, metrics = compiled(state, built.random_batch(0))
+      quantities = {f"d_{name}": array for name, array in step.gradients(state).items()}
+      quantities |= {name: array for name, array in _biases(state).items()}
+      quantities["loss"] = metrics["scalar"]["learning/loss"]
+      results.append(jax.device_get(quantities))
+  theirs, ours = results
+  return _differences(ours, theirs)
+
+
+def _biases(state):
+  """The router biases, which no gradient moves."""
+  leaves = jax.tree_util.tree_leaves_with_path(state)
+  named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+  return {name: leaf for name, leaf in named.items() if "gate" in name and "bias" in name and "kept_gradients" not in name}
