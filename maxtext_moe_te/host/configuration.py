@@ -32,6 +32,12 @@ log = logging.getLogger("maxtext_moe_te")
 _PYCONFIG = "maxtext.configs.pyconfig"
 _FUNCTIONS = ("initialize", "initialize_pydantic")
 
+# What is switched when a YAML asks for a MoE path that the plugin replaces. Some keys decide on the path,
+# the others belong to it and would fail MaxText's validators without it.
+_TO_DROPLESS = {"sparse_matmul": True, "capacity_factor": -1.0, "megablox": False}
+_FROM_UPSTREAM_TE = {"te_moe_block": False, "te_gmm_quantization": "", "ragged_buffer_factor": -1.0}
+_DECISIVE = ("num_experts", *_TO_DROPLESS, *_FROM_UPSTREAM_TE)
+
 
 def config_seams(overlay: Overlay | None, options: MoeTeOptions, checks: Sequence[Callable[[Any], None]] = ()) -> list[Seam]:
   """The seams on MaxText's two ways to a configuration.

@@ -138,6 +138,20 @@ def unknown(groups: Iterable[str] = GROUPS) -> list[Judgement]:
   return [judgement for judgement in map(judge, groups) if not judgement.known]
 
 
+def standing() -> str:
+  """What is known of the imported MaxText, in one line.
+
+  Raises:
+    VersionError: there is none.
+  """
+  here = f"source {source.version()} in {source.root()}"
+  changed = unknown()
+  if not changed:
+    return f"{here}, known to the plugin"
+  differences = "; ".join(change.diff() for judgement in changed for change in judgement.changed)
+  return f"{here}, not known to the plugin: against {changed[0].nearest}, {differences}; a run compares both by numbers before it starts"
+
+
 def _judge(group, functions):
   known = _read()
   targets = GROUPS[group]

@@ -89,6 +89,7 @@ def seams(overlay, options: MoeTeOptions) -> list[Seam]:
   """The seams that these options need."""
   checks = [functools.partial(check_config, options=options)] if options.enabled else []
   checks.append(functools.partial(remat.check, options))
+  checks.append(functools.partial(_check_source, options))
   needed = configuration.config_seams(overlay, options, checks=checks)
   needed.append(TRANSFORMER_ENGINE_CONTEXT)
   if options.enabled:
@@ -125,6 +126,12 @@ def seams(overlay, options: MoeTeOptions) -> list[Seam]:
         )
       )
   return needed
+
+
+def _check_source(options, config):
+  """Last of the checks, because it may take a minute."""
+  if line := selfcheck.settle(config, options):
+    parts.log_once(line)
 
 
 def _group(options):

@@ -1,5 +1,5 @@
-"""Proof by numbers, where MaxText's source is not one the plugin knows: MaxText's own layer and ours, and one train step with the plugin and
-without it, at reduced width in float32, with this run's routing, expert and mesh settings.
+"""Proof by numbers, where MaxText's source is not one the plugin knows: MaxText's own layer and ours, and one train step with the plugin
+and without it, at reduced width in float32, with this run's routing, expert and mesh settings.
 
 `settle` decides for a run. The numbers are taken in a process of its own on this machine's CPU (`python -m
 maxtext_moe_te.host.selfcheck`), once per host and per (texts, settings), and kept. A layer's numbers judge the places of
@@ -23,13 +23,13 @@ from pathlib import Path
 
 from maxtext_moe_te import __version__
 from maxtext_moe_te.errors import RefusedError, SeamError
-from maxtext_moe_te.host import known, reduced, rules_from_config, source
+from maxtext_moe_te.host import checks, known, reduced, rules_from_config, source
 from maxtext_moe_te.settings.config import MoeTeOptions
 
 log = logging.getLogger("maxtext_moe_te")
 
-# Relative Frobenius error, ours against MaxText's own, both in float32. The sums run over the same products in another order: a few units in
-# the last place (1.2e-7) times the square root of the number of terms. Gradients meet that twice, and pass through the router.
+# Relative Frobenius error, ours against MaxText's own, both in float32. The sums run over the same products in another order: a few
+# units in the last place (1.2e-7) times the square root of the number of terms. Gradients meet that twice, and pass through the router.
 FORWARD_BOUND = 1e-5
 GRADIENT_BOUND = 1e-4
 TIMEOUT_S = 300
@@ -161,7 +161,7 @@ def request_of(config, options: MoeTeOptions, groups: tuple[str, ...]) -> dict:
   """
   fields = known_fields()
   passed = _routing_settings(config, fields)
-  mesh = {axis: 2 for axis, size in rules_from_config.axis_sizes(config).items() if size > 1}
+  mesh = {axis: 2 for axis, size in checks.axis_sizes(config).items() if size > 1}
   return {
     "groups": list(groups),
     "layer": passed | reduced.of_layer(config, fields),
@@ -188,8 +188,9 @@ def _routing_settings(config, fields):
   for key in sorted(read & fields):
     value = getattr(config, key, None)
     value = getattr(value, "value", value)
-    if not _NOT_PASSED.match(key) and isinstance(value, bool | int | float | str):
-      words[key] = str(value).lower() if isinstance(value, bool) else str(value)
+    derived = f"base_{key}" in fields
+    if not derived and not _NOT_PASSED.match(key) and isinstance(value, bool | int | float | str):
+      words[key] = str(value).lower() if isinstance(value, bool) else str(value) or "''"
   activations = getattr(config, "mlp_activations", None)
   return words | ({"mlp_activations": json.dumps(list(activations))} if activations else {})
 

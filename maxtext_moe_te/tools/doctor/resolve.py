@@ -23,8 +23,7 @@ def main() -> int:
   request = json.load(sys.stdin)
   from maxtext.configs import pyconfig
 
-  from maxtext_moe_te import versions
-  from maxtext_moe_te.host import checks, configuration, expert_group, parts, patching, remat, rules_from_config
+  from maxtext_moe_te.host import checks, configuration, expert_group, parts, patching, remat, rules_from_config, selfcheck
   from maxtext_moe_te.settings import overlay as overlays
   from maxtext_moe_te.settings.config import MoeTeOptions
 
@@ -36,8 +35,7 @@ def main() -> int:
     described = ["compile_topology=described", "internal_compile=true", f"internal_compile_num_devices={gpus}"]
     words = [*request["words"], *described, f"compile_topology_num_slices={request['domains']}", "log_config=false"]
     seams = configuration.config_seams(overlay, options)
-    version = versions.check_maxtext(accept_unknown=options.unknown_host)
-    with patching.apply_all(seams, host_version=version, accept_unknown=options.unknown_host):
+    with patching.apply_all(seams):
       config = pyconfig.initialize(["maxtext-moe-te", *words])
     answer["config"] = {key: plain(getattr(config, key)) for key in KEYS if hasattr(config, key)}
     sizes = answer["config"]["axis_sizes"] = checks.axis_sizes(config)
@@ -50,6 +48,7 @@ def main() -> int:
       answer["config"]["nccl_ep_refused"] = refusal(
         lambda: expert_group.check_ep_group(config, expert_group.ep_group(options, config, sizes))
       )
+    answer["selfcheck"] = selfcheck.settle(config, options)
     if options.enabled:
       parts.check_options(options)  # last: of what is installed here, which may not be where the job runs
   except MoeTeError as error:
