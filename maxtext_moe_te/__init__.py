@@ -23,14 +23,6 @@ def activate(overlay=None, options=None):
     VersionError: MaxText is missing or of an unsupported version.
     SeamError: a place in MaxText is not what the plugin was written against. Nothing was changed.
   """
-  import os
+  from maxtext_moe_te import session
 
-  from maxtext_moe_te import hook
-  from maxtext_moe_te.moe import te_runtime
-
-  hook.withdraw()  # who activates the plugin himself decides on the overlay
-  if options.enabled if options else (overlay.moe_te if overlay else {}).get("enabled", True):  # off is plain MaxText
-    te_runtime.prefer_pip_cudnn(os.environ)  # before anything imports Transformer Engine
-  from maxtext_moe_te.host import seams  # imports MaxText and jax, so not before it is asked for
-
-  return seams.activate(overlay=overlay, options=options)
+  return session.activate(overlay=overlay, options=options)

@@ -3,7 +3,7 @@
 `install` is called by the .pth file that `maxtext-moe-te enable` writes, or by the patched MaxText, and only if the variable is set.
 It puts a finder before Python's own, which
 
-- gives `python -m maxtext.…` to our own command line: both commands show errors and end in the same way;
+- runs `python -m maxtext.…` as our own command line does: both commands show errors and end in the same way;
 - in any other program sets the overlay's environment when MaxText is imported, and activates the plugin when MaxText first resolves
   a configuration. A program that has started jax before is too early for XLA flags.
 
@@ -16,37 +16,21 @@ import re
 import sys
 from importlib.machinery import PathFinder
 
-VARIABLE = "MAXTEXT_MOE_TE_OVERLAY"
-
-# `site` runs single lines. Whatever is wrong with the package, Python starts; but who set the variable must not train without it unaware.
-PTH = "maxtext_moe_te.pth"
-PTH_LINE = (
-  "import os; exec('try:\\n  from maxtext_moe_te import hook\\n  hook.install()\\nexcept Exception as e:\\n  import sys\\n"
-  f'  print("maxtext-moe-te: error: {VARIABLE} is set, but the plugin is NOT active:", e, file=sys.stderr)\') '
-  f'if os.environ.get("{VARIABLE}") else None\n'
-)
+from maxtext_moe_te.settings.variable import VARIABLE, take_over, taken_over
 
 _HOST, _CONFIGURATION = "maxtext", "maxtext.configs.pyconfig"
-_finder = None  # False once withdrawn
+_finder = None
 
 
 def install() -> None:
-  """Puts the finder in place: once per process, and never after `withdraw`."""
+  """Puts the finder in place: once per process, and never after somebody took over."""
   global _finder
-  if _finder is not None or any(word.startswith("from multiprocessing.") for word in sys.orig_argv):
+  if _finder is not None or taken_over() or any(word.startswith("from multiprocessing.") for word in sys.orig_argv):
     return
   _finder = _Finder()
   sys.meta_path.insert(0, _finder)
   if _HOST in sys.modules:  # called by the patched MaxText
     _finder.host_starts()
-
-
-def withdraw() -> None:
-  """Takes the finder away for good: the plugin is activated by who calls this."""
-  global _finder
-  if _finder:
-    sys.meta_path.remove(_finder)
-  _finder = False
 
 
 class _Finder:
@@ -55,6 +39,8 @@ class _Finder:
 
   def find_spec(self, name, path=None, target=None):
     del target
+    if taken_over():
+      return None
     if name == _HOST:
       self.host_starts()
     elif name in (_module_to_run(), f"{_module_to_run()}.__main__"):
@@ -65,17 +51,17 @@ class _Finder:
 
   def host_starts(self):
     if _module_to_run() is None:
-      from maxtext_moe_te import cli
+      from maxtext_moe_te import session
 
       _refuse_script()
-      self._settled = cli.settle([])
+      self._settled = session.settle([])
 
   def activate(self):
-    if _finder is self:
-      import maxtext_moe_te
+    if not taken_over():
+      from maxtext_moe_te import session
 
       _, overlay, options = self._settled
-      maxtext_moe_te.activate(overlay, options)
+      session.activate(overlay, options)
 
 
 def _module_to_run():
@@ -110,7 +96,7 @@ def _with_loader(loader, name, path):
 
 
 class _CommandLine:
-  """The loader of the module to run, which runs our command line instead."""
+  """The loader of the module to run, which has `session` run it instead."""
 
   def __init__(self, loader):
     del loader
@@ -121,11 +107,11 @@ class _CommandLine:
 
 def run_command_line() -> None:
   """Ends the process as `maxtext-moe-te run MODULE ARGS` does, for the MODULE and ARGS of this process."""
-  from maxtext_moe_te import cli
+  from maxtext_moe_te import session
 
-  withdraw()
+  take_over()
   module = sys.modules["__main__"].__spec__.name.removesuffix(".__main__")
-  sys.exit(cli.main(["run", module, *sys.argv[1:]]))
+  sys.exit(session.status_of(lambda: session.run(module, sys.argv[1:])))
 
 
 class _Activating:

@@ -12,11 +12,12 @@ import os
 import sys
 from pathlib import Path
 
-from maxtext_moe_te import hook, versions
+from maxtext_moe_te import versions
 from maxtext_moe_te.errors import OverlayError
 from maxtext_moe_te.settings import importer, xla_flags
 from maxtext_moe_te.settings import overlay as overlays
 from maxtext_moe_te.settings import words as our_words
+from maxtext_moe_te.settings.variable import VARIABLE
 from maxtext_moe_te.tools import files
 
 _WORDS = "what MaxText takes, with overlay=NAME|PATH[,…] and moe_te.OPTION=VALUE among it"
@@ -112,7 +113,7 @@ def _show(words):
   parser.add_argument("--all", action="store_true", help="also what MaxText's base.yml and defaults give every run")
   parser.add_argument("words", nargs="*", metavar="WORD", help=_WORDS)
   args = parser.parse_intermixed_args(words)
-  found = resolve(args.words, os.environ.get(hook.VARIABLE))
+  found = resolve(args.words, os.environ.get(VARIABLE))
   if not args.all:
     for section in _SECTIONS:
       found[section] = {key: value for key, value in found[section].items() if value["source"] not in _EVERY_RUN}

@@ -13,8 +13,8 @@ import shutil
 import subprocess
 import sys
 
-from maxtext_moe_te import hook
 from maxtext_moe_te.errors import OptionError, RefusedError, nearest
+from maxtext_moe_te.settings.variable import VARIABLE
 
 STUB = r"""
 #include <stddef.h>
@@ -54,7 +54,7 @@ def environment(folder: pathlib.Path) -> dict[str, str]:
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": "",
     "DECOUPLE_GCLOUD": "TRUE",
-    hook.VARIABLE: "",  # who asks names the overlay
+    VARIABLE: "",  # who asks names the overlay
   }
 
 

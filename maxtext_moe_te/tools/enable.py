@@ -12,20 +12,20 @@ import os
 import site
 from pathlib import Path
 
-from maxtext_moe_te import hook
 from maxtext_moe_te.errors import MoeTeError, PatchError
 from maxtext_moe_te.settings import words as our_words
+from maxtext_moe_te.settings.variable import PTH, PTH_LINE, VARIABLE
 from maxtext_moe_te.tools import files, patches
 
 _ABOUT = {
-  "enable": f"let {hook.VARIABLE} switch the plugin on under MaxText's own command, in this Python environment",
+  "enable": f"let {VARIABLE} switch the plugin on under MaxText's own command, in this Python environment",
   "disable": "take that back",
   "status": "whether it is, and what MaxText's own command would do now",
 }
 
 
-def main(action: str, words: list[str]) -> int:
-  """Runs one of the three commands.
+def main(words: list[str]) -> int:
+  """Runs one of the three commands, which the first word names.
 
   Returns:
     int: 0.
@@ -33,6 +33,7 @@ def main(action: str, words: list[str]) -> int:
   Raises:
     PatchError: the package is not where Python reads .pth files, or its folder cannot be written. Nothing was changed.
   """
+  action, *words = words
   argparse.ArgumentParser(prog=f"maxtext-moe-te {action}", description=_ABOUT[action]).parse_args(words)
   try:
     pth, record = places()
@@ -69,7 +70,7 @@ def places() -> tuple[Path, Path | None]:
       needed=f"an installation in {' or '.join(read)}",
       fix="pip install maxtext-moe-te in the environment that runs MaxText",
     )
-  return folder / hook.PTH, record
+  return folder / PTH, record
 
 
 def enable(pth: Path, record: Path | None) -> None:
@@ -78,8 +79,8 @@ def enable(pth: Path, record: Path | None) -> None:
     content = record.read_bytes()
     if _record_line(content) not in content:
       files.replace(record, _without_line(content) + _record_line(content))
-  if not pth.is_file() or pth.read_bytes() != hook.PTH_LINE.encode():
-    files.replace(pth, hook.PTH_LINE.encode())
+  if not pth.is_file() or pth.read_bytes() != PTH_LINE.encode():
+    files.replace(pth, PTH_LINE.encode())
 
 
 def disable(pth: Path, record: Path | None) -> None:
@@ -99,15 +100,15 @@ def status(pth: Path | None, record: Path | None, impossible: str = "") -> str:
     impossible: why.
   """
   written = pth is not None and pth.is_file()
-  right = written and pth.read_bytes() == hook.PTH_LINE.encode()
+  right = written and pth.read_bytes() == PTH_LINE.encode()
   kept = ", not in RECORD: run `maxtext-moe-te disable` before uninstalling" if written and not _recorded(record) else ""
   hooked = "not possible" if pth is None else "enabled" if right else "of another version, enable it again" if written else "disabled"
   lines = [f"import hook: {hooked} ({impossible or pth}{kept})"]
   root = patches.find("maxtext")
   state = patches.inspect(patches.load(), "maxtext", root)
   lines.append(f"MaxText: {'not installed' if root is None else f'in {root}, patches {state.state}'}")
-  overlay = os.environ.get(hook.VARIABLE)
-  lines.append(f"{hook.VARIABLE}: {overlay or 'not set'}")
+  overlay = os.environ.get(VARIABLE)
+  lines.append(f"{VARIABLE}: {overlay or 'not set'}")
   reached = right or state.state == patches.APPLIED
   lines.append(f"python -m maxtext.…: {_outcome(overlay) if overlay and reached else 'plain MaxText'}")
   return "\n".join(lines)
@@ -127,10 +128,10 @@ def _recorded(record):
 
 def _record_line(content):
   """The file's line in RECORD, with the line ending of the others."""
-  digest = base64.urlsafe_b64encode(hashlib.sha256(hook.PTH_LINE.encode()).digest()).rstrip(b"=")
+  digest = base64.urlsafe_b64encode(hashlib.sha256(PTH_LINE.encode()).digest()).rstrip(b"=")
   end = b"\r\n" if b"\r\n" in content else b"\n"
-  return b"%s,sha256=%s,%d%s" % (hook.PTH.encode(), digest, len(hook.PTH_LINE), end)
+  return b"%s,sha256=%s,%d%s" % (PTH.encode(), digest, len(PTH_LINE), end)
 
 
 def _without_line(content):
-  return b"".join(line for line in content.splitlines(keepends=True) if not line.startswith(hook.PTH.encode() + b","))
+  return b"".join(line for line in content.splitlines(keepends=True) if not line.startswith(PTH.encode() + b","))

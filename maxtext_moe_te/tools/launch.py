@@ -7,7 +7,6 @@ with `enable_autocheckpoint=true`.
 
 import argparse
 import contextlib
-import ctypes
 import datetime
 import math
 import os
@@ -23,66 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maxtext_moe_te.errors import MoeTeError, OptionError
+from maxtext_moe_te.settings.rank import VARIABLE, Rank, is_address
 
-VARIABLE = "MAXTEXT_MOE_TE_RANK"
 ENTRY = (sys.executable, "-m", "maxtext_moe_te")
 # Ranks left behind by one that failed: time to say so in their logs, and to end what they are writing.
 AFTER_FAILURE_S = 10
 POLL_S = 0.1
 SHARED_GPU_MEMORY = 0.7  # of a GPU, divided among its ranks; the rest is NCCL's and CUDA's, whose part grows with the ranks
-
-
-@dataclass(frozen=True)
-class Rank:
-  """One process of a distributed run.
-
-  Args:
-    coordinator: HOST:PORT of JAX's coordination service, which rank 0 runs.
-    ranks: processes in the run.
-    rank: this one's number.
-    device: index of its GPU among those visible; nothing on a machine without GPUs.
-  """
-
-  coordinator: str
-  ranks: int
-  rank: int
-  device: int
-
-  def variable(self) -> str:
-    """Its text for the environment."""
-    return f"{self.coordinator} {self.ranks} {self.rank} {self.device}"
-
-  @classmethod
-  def of_this_process(cls) -> "Rank | None":
-    """What `launch` said in the environment, or None."""
-    text = os.environ.get(VARIABLE, "")
-    if not text:
-      return None
-    words = text.split()
-    if len(words) != 4 or not _is_address(words[0]) or not all(map(str.isdecimal, words[1:])) or int(words[2]) >= int(words[1]):
-      raise OptionError(found=f"{VARIABLE}={text}", needed="what launch sets for each of its ranks", fix=f"unset {VARIABLE}")
-    return cls(words[0], *map(int, words[1:]))
-
-  def join(self) -> None:
-    """Joins JAX's distributed system as this rank. Before MaxText does; it then finds that done."""
-    # A rank must not outlive the process that watches it, whatever ends that.
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    import jax
-
-    alone = self.coordinator.startswith("127.0.0.1:")
-    jax.distributed.initialize(
-      self.coordinator,
-      num_processes=self.ranks,
-      process_id=self.rank,
-      local_device_ids=[self.device],
-      cluster_detection_method="deactivate",
-      coordinator_bind_address=self.coordinator if alone else None,
-    )
-
-
-def _is_address(text):
-  host, _, port = text.rpartition(":")
-  return bool(host) and port.isdecimal() and 0 < int(port) < 2**16
 
 
 def main(argv: list[str]) -> int:
@@ -159,7 +105,7 @@ def _parse(argv):
       "add --coordinator HOST0:PORT",
     ),
     (
-      arguments.coordinator is not None and not _is_address(arguments.coordinator),
+      arguments.coordinator is not None and not is_address(arguments.coordinator),
       f"--coordinator {arguments.coordinator}",
       "HOST:PORT",
       "write the name of host 0 and a free port of it",

@@ -11,7 +11,8 @@ import sys
 
 import pytest
 
-from maxtext_moe_te import cli, hook
+from maxtext_moe_te import cli
+from maxtext_moe_te.settings.variable import VARIABLE
 from maxtext_moe_te.tools import patches
 
 pytestmark = pytest.mark.host
@@ -84,7 +85,7 @@ def test_git_comes_to_the_same(root):
 def run(source, output, *words, variable=None, status=0):
   """(losses, standard error) of three steps of a small model with MaxText's own command, from this source."""
   environment = {**os.environ, "PYTHONPATH": f"{source}{os.pathsep}{REPOSITORY}", "PYTHONDONTWRITEBYTECODE": "1", "XLA_FLAGS": ""}
-  environment |= {hook.VARIABLE: variable} if variable else {}
+  environment |= {VARIABLE: variable} if variable else {}
   metrics = output / "metrics.jsonl"
   metrics.unlink(missing_ok=True)
   command = [sys.executable, "-m", "maxtext.trainers.pre_train.train", source / "maxtext/configs/base.yml"]
@@ -107,10 +108,10 @@ def test_the_unchanged_command_in_a_patched_tree(root, tmp_path_factory):
   assert off == plain and len(off) == 3 and "moe_te" not in said
   on, said = run(source, output, "moe_te.experts=reference", variable="dropless")
   assert on == pytest.approx(plain, rel=1e-5)
-  assert f"moe_te: overlay dropless, from {hook.VARIABLE}" in said and "experts reference" in said
+  assert f"moe_te: overlay dropless, from {VARIABLE}" in said and "experts reference" in said
   assert ": maxtext.layers.moe.RoutedMoE.__call__ -> maxtext_moe_te.host.layer." in said
   _, said = run(source, output, variable="dropples", status=2)
-  assert said.splitlines()[-1].startswith(f"maxtext-moe-te: error: no overlay is called dropples, from {hook.VARIABLE};")
+  assert said.splitlines()[-1].startswith(f"maxtext-moe-te: error: no overlay is called dropples, from {VARIABLE};")
   assert "Traceback" not in said
   assert cli.main(["patch", "revert", "maxtext", "--root", str(root)]) == 0
   assert bytes_of(root) == before

@@ -14,7 +14,7 @@ import sys
 
 import pytest
 
-from maxtext_moe_te import hook
+from maxtext_moe_te.settings.variable import VARIABLE
 from tests.host.test_patched import WORDS
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
@@ -23,7 +23,7 @@ VERSIONS = os.environ.get("MAXTEXT_VERSIONS", "0.2.5 0.2.4").split()
 
 def command(*words, status=0, **environment):
   """Standard output and error, as one text, of a command that must end with `status`."""
-  clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "XLA_FLAGS", hook.VARIABLE)}
+  clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "XLA_FLAGS", VARIABLE)}
   # No bytecode: what Python writes beside a source is not the package's, and would hide what is.
   clean |= {"PYTHONDONTWRITEBYTECODE": "1", "JAX_PLATFORMS": "cpu", "DECOUPLE_GCLOUD": "TRUE", **environment}
   done = subprocess.run(list(map(str, words)), env=clean, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -80,7 +80,7 @@ def test_install_train_uninstall(environment, wheel, tmp_path):
 
   (source,) = folder.glob("lib/python*/site-packages/maxtext")
   train = [python, "-m", "maxtext.trainers.pre_train.train", source / "configs/base.yml", f"base_output_directory={tmp_path}", *WORDS]
-  on, layer = {hook.VARIABLE: "dropless"}, "maxtext_moe_te.host.layer."
+  on, layer = {VARIABLE: "dropless"}, "maxtext_moe_te.host.layer."
   assert layer not in command(*train, **on)  # not asked for: nothing is loaded
   command(ours, "enable")
   said = command(*train, **on)

@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-import maxtext_moe_te
-from maxtext_moe_te import cli, versions
+from maxtext_moe_te import cli, session, versions
 from maxtext_moe_te.errors import OptionError, OverlayError, RefusedError
 from maxtext_moe_te.settings import words as our_words
 
@@ -95,7 +94,7 @@ def host(tmp_path, monkeypatch):
   monkeypatch.setenv("MOE_TE_TEST", "user")
   monkeypatch.delenv("MOE_TE_TEST")
   calls = []
-  monkeypatch.setattr(maxtext_moe_te, "activate", lambda overlay=None, options=None: calls.append((overlay, options)))
+  monkeypatch.setattr(session, "activate", lambda overlay=None, options=None: calls.append((overlay, options)))
 
   def module(code):
     (package / "fails.py").write_text(code)
@@ -125,7 +124,7 @@ def test_run_gives_the_module_its_words_and_the_environment(host, capsys):
 
 def test_train_is_run_of_the_trainer(monkeypatch):
   seen = []
-  monkeypatch.setattr(cli, "run", lambda module, words: seen.append((module, words)))
+  monkeypatch.setattr(session, "run", lambda module, words: seen.append((module, words)))
   assert cli.main(["train", "base.yml", "steps=3"]) == 0
   assert cli.main(["run", "maxtext.trainers.pre_train.train", "base.yml", "steps=3"]) == 0
   assert seen[0] == seen[1] == ("maxtext.trainers.pre_train.train", ["base.yml", "steps=3"])
@@ -219,7 +218,7 @@ def test_a_failing_activation_stops_the_run(host, capsys, monkeypatch):
   def activate(**kwargs):
     raise RefusedError(found="a", needed="b", fix="c")
 
-  monkeypatch.setattr(maxtext_moe_te, "activate", activate)
+  monkeypatch.setattr(session, "activate", activate)
   assert cli.main(["run", "maxtext_stand_in.entry"]) == 2
   assert capsys.readouterr().out == ""
 

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from maxtext_moe_te import hook
 from maxtext_moe_te.errors import PatchError
+from maxtext_moe_te.settings.variable import PTH, PTH_LINE, VARIABLE
 from maxtext_moe_te.tools import enable
 
 HOST = {
@@ -28,10 +28,10 @@ START = """
 import os, sys
 {line}
 if os.environ.get("MAXTEXT_MOE_TE_OVERLAY") and "maxtext_moe_te" in sys.modules:
-  import maxtext_moe_te
-  from maxtext_moe_te import cli
-  cli.main = lambda argv: (print("ours", argv, sys.argv[0].rpartition("/")[2]), 7)[1]
-  maxtext_moe_te.activate = lambda overlay, options: (print("activated", *overlay.names), maxtext_moe_te.hook.withdraw())
+  from maxtext_moe_te import session
+  from maxtext_moe_te.settings import variable
+  session.run = lambda *args: (print("ours", args, sys.argv[0].rpartition("/")[2]), 7)[1]
+  session.activate = lambda overlay, options: (print("activated", *overlay.names), variable.take_over())
 """
 TRAIN = "maxtext.trainers.pre_train.train"
 
@@ -41,16 +41,16 @@ def host(tmp_path):
   for path, text in HOST.items():
     (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / path).write_text(text)
-  (tmp_path / "sitecustomize.py").write_text(START.format(line=hook.PTH_LINE))
+  (tmp_path / "sitecustomize.py").write_text(START.format(line=PTH_LINE))
   (tmp_path / "flags.yml").write_text("xla_flags: {xla_force_host_platform_device_count: 3}\n")
   return tmp_path
 
 
 def python(host, *words, variable="flags.yml", status=0):
-  environment = {key: value for key, value in os.environ.items() if key not in (hook.VARIABLE, "XLA_FLAGS")}
+  environment = {key: value for key, value in os.environ.items() if key not in (VARIABLE, "XLA_FLAGS")}
   environment["PYTHONPATH"] = f"{host}{os.pathsep}{os.getcwd()}"
   if variable is not None:
-    environment[hook.VARIABLE] = variable
+    environment[VARIABLE] = variable
   done = subprocess.run([sys.executable, *words], cwd=host, env=environment, capture_output=True, text=True)
   assert done.returncode == status, done.stderr
   return done.stdout.splitlines(), done.stderr
@@ -60,12 +60,12 @@ def python(host, *words, variable="flags.yml", status=0):
 def test_the_command_becomes_ours(host, options):
   """Our command line gets the module and its words, and has the environment to itself; its exit status is the process's."""
   out, err = python(host, *options, "base.yml", "steps=3", "-m", status=7)
-  assert out == ["maxtext starts, XLA_FLAGS None", f"ours ['run', '{TRAIN}', 'base.yml', 'steps=3', '-m'] train.py"]
+  assert out == ["maxtext starts, XLA_FLAGS None", f"ours ('{TRAIN}', ['base.yml', 'steps=3', '-m']) train.py"]
   assert err == ""
 
 
 def test_a_package_that_is_run(host):
-  assert python(host, "-m", "maxtext.tool", status=7)[0][1] == "ours ['run', 'maxtext.tool'] __main__.py"
+  assert python(host, "-m", "maxtext.tool", status=7)[0][1] == "ours ('maxtext.tool', []) __main__.py"
 
 
 @pytest.mark.parametrize("variable", [None, ""])
@@ -89,14 +89,15 @@ def test_another_program_is_activated_once_when_it_resolves_a_configuration(host
 
 def test_an_own_activation_wins(host):
   (host / "other/program.py").write_text(
-    "import maxtext_moe_te.hook\nmaxtext_moe_te.hook.withdraw()\nfrom maxtext.configs import pyconfig\nprint(pyconfig.initialize())\n"
+    "from maxtext_moe_te.settings import variable\nvariable.take_over()\n"
+    "from maxtext.configs import pyconfig\nprint(pyconfig.initialize())\n"
   )
   assert python(host, "-m", "other.program")[0][-1] == "config of None"
 
 
 def test_our_own_commands_are_left_alone(host):
   """Each reads the variable by itself: an overlay on the command line wins, and `disable` works whatever the variable says."""
-  (host / "sitecustomize.py").write_text(hook.PTH_LINE)
+  (host / "sitecustomize.py").write_text(PTH_LINE)
   out, err = python(host, "-m", "maxtext_moe_te", "patch", "check", "maxtext", variable="nope", status=2)
   assert out == [f"maxtext (unknown version) in {host}: damaged"] and "nope" not in err  # the stand-in is no MaxText
 
@@ -105,7 +106,7 @@ def test_a_script_of_maxtext_is_refused(host):
   script = host / "maxtext/trainers/pre_train/train.py"
   out, err = python(host, script, "base.yml", status=2)
   assert out == [] and err.count("\n") == 1
-  assert err.startswith(f"maxtext-moe-te: error: {hook.VARIABLE} is set and {script.resolve()} was started as a script; needed: ")
+  assert err.startswith(f"maxtext-moe-te: error: {VARIABLE} is set and {script.resolve()} was started as a script; needed: ")
   assert err.endswith(f"Fix: write python -m {TRAIN}.\n")
 
 
@@ -133,7 +134,7 @@ def test_a_broken_package_does_not_keep_python_from_starting(tmp_path, broken):
   (tmp_path / "maxtext_moe_te/__init__.py").write_text("")
   (tmp_path / "maxtext_moe_te/hook.py").write_text(broken)
   said = starts_anyway(tmp_path)
-  assert said.startswith(f"maxtext-moe-te: error: {hook.VARIABLE} is set, but the plugin is NOT active:") and said.count("\n") == 1
+  assert said.startswith(f"maxtext-moe-te: error: {VARIABLE} is set, but the plugin is NOT active:") and said.count("\n") == 1
 
 
 def test_a_removed_package_does_not_keep_python_from_starting(tmp_path):
@@ -142,9 +143,9 @@ def test_a_removed_package_does_not_keep_python_from_starting(tmp_path):
 
 def starts_anyway(folder):
   """Standard error of a Python whose site folder holds the .pth file and whatever package is in `folder`."""
-  (folder / hook.PTH).write_text(hook.PTH_LINE)
+  (folder / PTH).write_text(PTH_LINE)
   code = f"import site, sys; sys.path.insert(0, {str(folder)!r}); site.addsitedir({str(folder)!r}); print('started')"
-  environment = {**os.environ, hook.VARIABLE: "x", "PYTHONPATH": ""}
+  environment = {**os.environ, VARIABLE: "x", "PYTHONPATH": ""}
   done = subprocess.run([sys.executable, "-S", "-c", code], env=environment, capture_output=True, text=True, check=True, cwd=folder)
   assert done.stdout == "started\n"
   return done.stderr
@@ -152,25 +153,25 @@ def starts_anyway(folder):
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_enabling_and_disabling(tmp_path, monkeypatch, end):
-  monkeypatch.delenv(hook.VARIABLE, raising=False)
-  pth, record = tmp_path / hook.PTH, tmp_path / "RECORD"
+  monkeypatch.delenv(VARIABLE, raising=False)
+  pth, record = tmp_path / PTH, tmp_path / "RECORD"
   content = f"maxtext_moe_te/hook.py,sha256=x,1{end}maxtext_moe_te-0.1.0.dist-info/RECORD,,{end}".encode()
   record.write_bytes(content)
   assert enable.status(pth, record).splitlines()[0] == f"import hook: disabled ({pth})"
   enable.enable(pth, record)
   once = record.read_bytes()
   enable.enable(pth, record)
-  assert record.read_bytes() == once and pth.read_text() == hook.PTH_LINE
+  assert record.read_bytes() == once and pth.read_text() == PTH_LINE
   digest = base64.urlsafe_b64encode(hashlib.sha256(pth.read_bytes()).digest()).decode().rstrip("=")
-  assert once == content + f"{hook.PTH},sha256={digest},{pth.stat().st_size}{end}".encode()
+  assert once == content + f"{PTH},sha256={digest},{pth.stat().st_size}{end}".encode()
   assert enable.status(pth, record).splitlines()[0] == f"import hook: enabled ({pth})"
   assert enable.status(pth, record).splitlines()[-1].endswith("plain MaxText")
-  monkeypatch.setenv(hook.VARIABLE, "dropless")
+  monkeypatch.setenv(VARIABLE, "dropless")
   assert enable.status(pth, record).splitlines()[-1].endswith("under the plugin, overlay dropless")
   pth.write_text("import old\n")
   assert "of another version, enable it again" in enable.status(pth, record)
   enable.enable(pth, record)
-  assert record.read_bytes() == once and pth.read_text() == hook.PTH_LINE
+  assert record.read_bytes() == once and pth.read_text() == PTH_LINE
   enable.disable(pth, record)
   enable.disable(pth, record)
   assert record.read_bytes() == content and not pth.exists()
@@ -178,29 +179,29 @@ def test_enabling_and_disabling(tmp_path, monkeypatch, end):
 
 
 def test_status_answers_whatever_is_there(tmp_path, monkeypatch, capsys):
-  monkeypatch.setenv(hook.VARIABLE, "nope")
-  pth = tmp_path / hook.PTH
+  monkeypatch.setenv(VARIABLE, "nope")
+  pth = tmp_path / PTH
   pth.write_bytes(b"\xff")
   assert "of another version, enable it again" in enable.status(pth, None)
   enable.enable(pth, None)
   assert "python -m maxtext.…: refused: no overlay is called nope, from MAXTEXT_MOE_TE_OVERLAY;" in enable.status(pth, None)
   monkeypatch.setattr(enable.site, "getsitepackages", lambda: ["/nowhere"])
   monkeypatch.setattr(enable.site, "ENABLE_USER_SITE", False)
-  assert enable.main("status", []) == 0
+  assert enable.main(["status"]) == 0
   said = capsys.readouterr().out
   assert re.match(r"import hook: not possible \(maxtext-moe-te is installed in .*, where Python reads no \.pth files\)\n", said)
 
 
 def test_a_folder_in_the_files_place_leaves_nothing_behind(tmp_path):
-  (tmp_path / hook.PTH).mkdir()
+  (tmp_path / PTH).mkdir()
   with pytest.raises(OSError):
-    enable.enable(tmp_path / hook.PTH, None)
-  assert [path.name for path in tmp_path.iterdir()] == [hook.PTH]
+    enable.enable(tmp_path / PTH, None)
+  assert [path.name for path in tmp_path.iterdir()] == [PTH]
 
 
 def test_without_a_record_it_says_what_to_do_first(tmp_path):
-  enable.enable(tmp_path / hook.PTH, None)
-  assert "not in RECORD: run `maxtext-moe-te disable` before uninstalling" in enable.status(tmp_path / hook.PTH, None)
+  enable.enable(tmp_path / PTH, None)
+  assert "not in RECORD: run `maxtext-moe-te disable` before uninstalling" in enable.status(tmp_path / PTH, None)
 
 
 def test_an_installation_outside_the_site_folders_is_refused(monkeypatch):
@@ -211,4 +212,4 @@ def test_an_installation_outside_the_site_folders_is_refused(monkeypatch):
 
 
 def test_the_line_is_one_line_that_site_runs():
-  assert re.fullmatch(r"import os; [^\n]+\n", hook.PTH_LINE)
+  assert re.fullmatch(r"import os; [^\n]+\n", PTH_LINE)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from maxtext_moe_te import errors
+from maxtext_moe_te.settings.rank import VARIABLE, Rank
 from maxtext_moe_te.tools import launch
 from tests.processes import finish, wait_for
 
@@ -58,16 +59,14 @@ for number in range(start, steps):
 # The product's entry, whose `activate` would import MaxText. Only the trainer that trains needs JAX.
 ENTRY = """
 import sys
-import maxtext_moe_te
-from maxtext_moe_te import cli, versions
-maxtext_moe_te.activate = lambda **kwargs: None
-from maxtext_moe_te.tools import launch
+from maxtext_moe_te import cli, session, versions
+session.activate = lambda **kwargs: None
 versions.check_maxtext = lambda **kwargs: None
 if sys.argv[1] == "doctor":
   print("asked with", *sys.argv[2:], flush=True)
   sys.exit(1)
 if sys.argv[-1] in ("refuses", "deaf"):
-  launch.Rank.join = lambda self: None
+  session.join = lambda rank: None
 sys.exit(cli.main())
 """
 LAUNCH = """
@@ -248,18 +247,18 @@ def test_places_of_the_second_host(monkeypatch, tmp_path):
   arguments = ["--nproc", "4", "--ranks-per-gpu", "2", "--nnodes", "2", "--node-rank", "1", "--coordinator", "host0:3400"]
   places = []
   for environment in environments(monkeypatch, tmp_path, arguments):
-    monkeypatch.setenv(launch.VARIABLE, environment[launch.VARIABLE])
-    places.append(launch.Rank.of_this_process())
-  assert places == [launch.Rank("host0:3400", 8, rank, device) for rank, device in ((4, 0), (5, 0), (6, 1), (7, 1))]
+    monkeypatch.setenv(VARIABLE, environment[VARIABLE])
+    places.append(Rank.of_this_process())
+  assert places == [Rank("host0:3400", 8, number, device) for number, device in ((4, 0), (5, 0), (6, 1), (7, 1))]
 
 
 @pytest.mark.parametrize("text", ["x", "host:1 2", "host:1 2 x 0", "host:1 2 2 0", "host 2 0 0", "host:1 2 -1 0"])
 def test_a_rank_that_launch_did_not_make(monkeypatch, text):
-  monkeypatch.setenv(launch.VARIABLE, text)
-  with pytest.raises(errors.OptionError, match=f"{launch.VARIABLE}={text}; needed: what launch sets .* Fix: unset {launch.VARIABLE}"):
-    launch.Rank.of_this_process()
+  monkeypatch.setenv(VARIABLE, text)
+  with pytest.raises(errors.OptionError, match=f"{VARIABLE}={text}; needed: what launch sets .* Fix: unset {VARIABLE}"):
+    Rank.of_this_process()
 
 
 def test_without_launch_a_process_is_no_rank(monkeypatch):
-  monkeypatch.delenv(launch.VARIABLE, raising=False)
-  assert launch.Rank.of_this_process() is None
+  monkeypatch.delenv(VARIABLE, raising=False)
+  assert Rank.of_this_process() is None

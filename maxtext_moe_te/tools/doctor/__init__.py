@@ -15,12 +15,13 @@ import sys
 import time
 from pathlib import Path
 
-from maxtext_moe_te import __version__, hook, versions
+from maxtext_moe_te import __version__, versions
 from maxtext_moe_te.errors import MoeTeError, OptionError
 from maxtext_moe_te.settings import overlay as overlays
 from maxtext_moe_te.settings import words as our_words
 from maxtext_moe_te.settings import xla_flags
 from maxtext_moe_te.settings.config import MoeTeOptions
+from maxtext_moe_te.settings.variable import VARIABLE
 from maxtext_moe_te.tools import files
 from maxtext_moe_te.tools.doctor import checks, facts
 from maxtext_moe_te.tools.doctor.checks import ERROR, Finding
@@ -144,7 +145,7 @@ def _saved(file):
 
 def read_job(words: list[str], machine: facts.Machine, args) -> tuple[facts.Job, dict]:
   """The job that the words describe, and what they are made of: words, overlay, options."""
-  asked = our_words.read(words, os.environ.get(hook.VARIABLE))
+  asked = our_words.read(words, os.environ.get(VARIABLE))
   rest, spec, options = asked.words, asked.spec, asked.options
   environment = dict(os.environ) if not args.machine else dict(machine.variables)
   if spec or options.xla_profile:
@@ -176,7 +177,7 @@ def read_job(words: list[str], machine: facts.Machine, args) -> tuple[facts.Job,
 def ask_maxtext(words: list[str], spec: str, overlay: overlays.Overlay, options: MoeTeOptions, job: facts.Job) -> dict:
   """What MaxText makes of the words, in a process of its own: {"config", "refused"}."""
   request = {"words": words, "overlay": spec, "options": options.as_dict(), "domains": 1, "per_domain": job.gpus}
-  environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "DECOUPLE_GCLOUD": "TRUE", hook.VARIABLE: ""}
+  environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "DECOUPLE_GCLOUD": "TRUE", VARIABLE: ""}
   command = [sys.executable, "-m", "maxtext_moe_te.tools.doctor.resolve"]
   given = {**overlay.maxtext, **dict(word.split("=", 1) for word in words if "=" in word)}
   if any(name.startswith("dcn_") and str(value) not in ("1", "-1") for name, value in given.items()):
