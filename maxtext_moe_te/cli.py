@@ -8,8 +8,9 @@ import argparse
 import importlib
 import sys
 
-from maxtext_moe_te import __version__, session
+from maxtext_moe_te import __version__
 from maxtext_moe_te.settings import variable
+from maxtext_moe_te.settings.entries import KNOWN_MODULES, TRAIN
 
 _ARGS = "what MaxText takes, and among it, anywhere: overlay=NAME|PATH[,…], moe_te.OPTION=VALUE"
 # The module of `tools` whose `main` gets the command's words, and the word put before them if any; what the command does.
@@ -42,9 +43,11 @@ def main(argv: list[str] | None = None) -> int:
   if argv in (["train", "-h"], ["train", "--help"]):
     own = 2
   args = _parser().parse_args(argv[:own])
+  from maxtext_moe_te import session
+
   if args.command in TOOLS:
     return session.status_of(lambda: _tool(args.command, argv[own:]))
-  return session.status_of(lambda: session.run(session.TRAIN if args.command == "train" else args.module, argv[own:]))
+  return session.status_of(lambda: session.run(TRAIN if args.command == "train" else args.module, argv[own:]))
 
 
 def _tool(command, words):
@@ -63,11 +66,11 @@ def _parser():
   train = commands.add_parser(
     "train", help="MaxText's trainer with the plugin active", usage="maxtext-moe-te train ARGS", epilog=f"ARGS: {_ARGS}."
   )
-  train.description = f"The same as: maxtext-moe-te run {session.TRAIN} ARGS"
+  train.description = f"The same as: maxtext-moe-te run {TRAIN} ARGS"
   entry = commands.add_parser(
     "run", help="any MaxText module with the plugin active", usage="maxtext-moe-te run MODULE ARGS", epilog=f"ARGS: {_ARGS}."
   )
-  entry.add_argument("module", metavar="MODULE", help=f"full name, for example {session.KNOWN_MODULES[1]}")
+  entry.add_argument("module", metavar="MODULE", help=f"full name, for example {KNOWN_MODULES[1]}")
   for name, (_, about) in TOOLS.items():
     commands.add_parser(name, help=about, add_help=False)
   return parser

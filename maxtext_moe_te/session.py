@@ -19,20 +19,8 @@ from maxtext_moe_te.errors import MoeTeError, OptionError, RefusedError, nearest
 from maxtext_moe_te.settings import overlay as overlays
 from maxtext_moe_te.settings import variable, xla_flags
 from maxtext_moe_te.settings import words as our_words
+from maxtext_moe_te.settings.entries import KNOWN_MODULES, TRAIN
 from maxtext_moe_te.settings.rank import Rank
-
-TRAIN = "maxtext.trainers.pre_train.train"
-# Entries of MaxText 0.2.5 whose configuration goes through `pyconfig`, for close matches.
-KNOWN_MODULES = (
-  TRAIN,
-  "maxtext.trainers.pre_train.train_compile",
-  "maxtext.trainers.post_train.sft.train_sft",
-  "maxtext.trainers.post_train.sft.train_sft_native",
-  "maxtext.trainers.post_train.dpo.train_dpo",
-  "maxtext.trainers.post_train.rl.train_rl",
-  "maxtext.trainers.post_train.distillation.train_distill",
-  "maxtext.inference.decode",
-)
 
 
 def settle(words: list[str]) -> tuple:
@@ -81,7 +69,6 @@ def run(module: str, words: list[str]) -> None:
     MoeTeError: anything that can be explained in one line.
   """
   rest, overlay, options = settle(words)
-  versions.check_maxtext(accept_unknown=options.unknown_host)
   _check_module(module)
   if options.capacity_factor and module != TRAIN:
     raise RefusedError(

@@ -124,6 +124,8 @@ def _show(words):
     rows = [(key, _shown(value["value"]), _because(value)) for key, value in sorted(found[section].items())]
     if rows:
       print(f"{section}:", *(f"  {line}" for line in _aligned(rows)), sep="\n")
+  if found["joined"]:
+    print("joined:", *(f"  {line}" for line in found["joined"]), sep="\n")
   for finding in found["findings"]:
     print("!", finding)
   return 0
@@ -156,7 +158,8 @@ def resolve(words: list[str], variable: str | None) -> dict:
 
   Returns:
     dict: for each of maxtext, moe_te, env and xla_flags a map from name to {"value", "source"}, with "asked" where MaxText made
-    something else of what stands in the source; and "findings", one line for each thing wrong with the flags.
+    something else of what stands in the source; "joined", what a run would log of overlay, model and words that disagree; and
+    "findings", one line for each thing wrong with the flags.
 
   Raises:
     MoeTeError: the run would be refused before its model is looked at.
@@ -167,10 +170,10 @@ def resolve(words: list[str], variable: str | None) -> dict:
   environ = dict(theirs)
   overlays.apply_environment(overlay, environ, options.xla_profile)
   with contextlib.redirect_stdout(sys.stderr), _same_environment():  # MaxText prints, and sets XLA_FLAGS
-    values = _maxtext().explain(["", *asked.words], overlay, options)
+    values, plan = _maxtext().explain(["", *asked.words], overlay, options)
   source = {where: _overlay_name(path) for where, path in overlay.sources.items()}
   paths = {f"overlay {path}": _overlay_name(path) for path in overlay.sources.values()}
-  found = {"maxtext": {}, "moe_te": {}, "env": {}, "xla_flags": {}}
+  found = {"maxtext": {}, "moe_te": {}, "env": {}, "xla_flags": {}, "joined": list(plan.lines)}
   for key, value in values.items():
     shown = {"value": value.value, "source": paths.get(value.source, value.source)}
     found["maxtext"][key] = shown if value.asked is None else {**shown, "asked": value.asked}
@@ -208,9 +211,9 @@ def _maxtext():
   os.environ.setdefault("DECOUPLE_GCLOUD", "TRUE")  # nothing here needs a bucket
   versions.check("maxtext")
   with contextlib.redirect_stdout(sys.stderr):
-    from maxtext_moe_te.host import configuration
+    from maxtext_moe_te.host.configuration import explain
 
-  return configuration
+  return explain
 
 
 def _overlay_name(path):

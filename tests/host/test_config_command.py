@@ -58,6 +58,7 @@ def test_show_names_every_source(run, monkeypatch, tmp_path):
   words = ["my.yml", "model_name=deepseek3-tiny", "overlay=./my-overlay.yml", "moe_te.xla_profile=published", "learning_rate=1e-3"]
   found = json.loads(run("show", *words, "--json", "--all").out)
   source = {key: value["source"] for key, value in found["maxtext"].items()}
+  assert found["joined"] == ["MaxText's te_moe_block replaced by the plugin"]
   assert {key: source[key] for key in ("steps", "log_period", "learning_rate", "sparse_matmul", "num_experts", "adam_b1")} == {
     "steps": "my.yml",
     "log_period": "M_LOG_PERIOD",

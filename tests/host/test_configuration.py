@@ -1,73 +1,15 @@
-"""The configuration seam against MaxText itself: precedence, reports, refusals, unknown keys, and the field `moe_te`."""
+"""The configuration seam against MaxText itself: precedence, reports, and the field `moe_te`."""
 
 import copy
-import logging
 import pickle
 
 import pytest
 
 from maxtext_moe_te.errors import OptionError, RefusedError
-from maxtext_moe_te.settings import overlay as overlays
 from maxtext_moe_te.settings.config import MoeTeOptions
+from tests.host.conftest import refused, reports
 
 pytestmark = pytest.mark.host
-
-# What a run needs to resolve without files or network. Its model YAML, looked up beside the run's, is the test's own.
-RUN = """
-base_config: base.yml
-run_name: t
-base_output_directory: /tmp/maxtext_moe_te_tests
-log_config: false
-hardware: cpu
-base_mlp_dim: 64
-base_moe_mlp_dim: 64
-dataset_type: synthetic
-enable_checkpointing: false
-"""
-
-
-@pytest.fixture(scope="module")
-def pyconfig():
-  from maxtext.configs import pyconfig
-
-  return pyconfig
-
-
-@pytest.fixture
-def resolve(pyconfig, tmp_path, caplog, monkeypatch):
-  """Resolves a configuration with the seam in place; `run`, `model` and `overlay` are the texts of the YAML files."""
-  from maxtext_moe_te.host import configuration, patching
-
-  caplog.set_level(logging.INFO, "maxtext_moe_te")
-  monkeypatch.delenv("M_STEPS", raising=False)
-
-  def call(*words, run="", model=None, overlay=None, options=None, function="initialize", checks=(), plain=False, **kwargs):
-    (tmp_path / "run.yml").write_text(RUN + run + ("model_name: gpt3-52k\n" if model is not None else ""))
-    (tmp_path / "models").mkdir(exist_ok=True)
-    (tmp_path / "models" / "gpt3-52k.yml").write_text(model or "")
-    loaded = None
-    if overlay is not None:
-      (tmp_path / "overlay.yml").write_text(overlay)
-      loaded = overlays.load(str(tmp_path / "overlay.yml"))
-    argv = ["train.py", str(tmp_path / "run.yml"), *words]
-    if plain:
-      return getattr(pyconfig, function)(argv, **kwargs)
-    seams = configuration.config_seams(loaded, options or MoeTeOptions(), checks)
-    with patching.apply_all(seams, host_version="0.2.5"):
-      caplog.clear()
-      return getattr(pyconfig, function)(argv, **kwargs)
-
-  return call
-
-
-def reports(caplog):
-  return [record.getMessage() for record in caplog.records if record.name == "maxtext_moe_te"]
-
-
-def refused(resolve, kind, *words, **kwargs):
-  with pytest.raises(kind) as caught:
-    resolve(*words, **kwargs)
-  return str(caught.value)
 
 
 # Precedence. `steps` stands for any key; the model YAML sets it where `model` is true.
@@ -182,182 +124,29 @@ def test_rules_of_the_overlay_join_those_of_the_model(resolve):
   assert rules["activation_batch"] == ("data",) and rules["mlp"] == ("fsdp",) and len(rules) > 10
 
 
-def test_unknown_keys(resolve, tmp_path):
-  needed = "needed: a key of MaxText's configuration. Fix: write num_experts."
-  assert refused(resolve, OptionError, "num_expert=8") == f"unknown MaxText key 'num_expert' on the command line; {needed}"
-  text = refused(resolve, OptionError, num_expert=8)
-  assert text == f"unknown MaxText key 'num_expert' among the keyword arguments; {needed}"
-  text = refused(resolve, OptionError, overlay="num_expert: 8\n")
-  assert text == f"unknown MaxText key 'num_expert' in overlay {tmp_path}/overlay.yml; {needed}"
-  text = refused(resolve, OptionError, run="num_expert: 8\n")
-  assert text == f"unknown MaxText key 'num_expert' in {tmp_path}/run.yml or its base_config; {needed}"
-  text = refused(resolve, OptionError, model="num_expert: 8\n")
-  assert text == f"unknown MaxText key 'num_expert' in {tmp_path}/models/gpt3-52k.yml; {needed}"
-  assert refused(resolve, OptionError, "zzzzzz=8").endswith("Fix: remove it.")
+def test_the_plan_is_decided_without_maxtext_and_without_the_environment(monkeypatch):
+  """From what was asked for alone: the same inputs give the same plan whatever else there is."""
+  from maxtext_moe_te.host.configuration import inputs, join
+  from maxtext_moe_te.settings.overlay import Overlay
 
-
-def test_nested_and_multimodal_keys_are_known(resolve):
-  assert resolve("lora.lora_rank=4").lora.lora_rank == 4
-  resolve("image_path=x")
-
-
-@pytest.mark.parametrize(
-  ("word", "text"),
-  [
-    ("per_device_batch_size=abc", r"per_device_batch_size=abc, which MaxText refuses; needed: .* Fix: change per_device_batch_size\."),
-    ("model_name=qwen3-30b-a4b", "qwen3-30b-a4b"),
-    (
-      "num_experts=4",
-      "a combination of values that MaxText refuses; needed: For a fully MoE model, base_mlp_dim must equal base_moe_mlp_dim. "
-      r"Got base_mlp_dim=64, base_moe_mlp_dim=32\. Fix: change one of the keys named there\.",
+  asked = inputs.Inputs(
+    fields={}, base={"steps": 1}, base_path="run.yml", model={"steps": 2, "num_experts": 4}, model_path="models/m.yml",
+    overlay=Overlay(("o",), {"steps": 3, "log_period": 5}, sources={"maxtext.log_period": "o.yml"}), words={}, kwargs={},
+    variables={"log_period": 7}, texts={"log_period": "7"},
+  )  # fmt: skip
+  monkeypatch.setattr(join.pyconfig, "_initialize_pydantic", None)
+  monkeypatch.setenv("M_LOG_PERIOD", "9")
+  monkeypatch.setenv("M_STEPS", "9")
+  plan = join.plan(asked, MoeTeOptions())
+  assert plan == join.Plan(
+    injected={"steps": 3, "override_model_config": True},
+    lost={"log_period": "the environment variable M_LOG_PERIOD=7"},
+    replaced={"steps": 2},
+    lines=(
+      "log_period=5 of overlay o.yml not used: the environment variable M_LOG_PERIOD=7 wins",
+      "steps=2 of models/m.yml replaced: steps=3",
     ),
-  ],
-)
-def test_values_that_maxtext_refuses(resolve, word, text):
-  with pytest.raises(OptionError, match=text) as caught:
-    resolve(word, *(["base_moe_mlp_dim=32"] if "experts" in word else []))
-  assert caught.value.__cause__ is None
-
-
-@pytest.mark.parametrize(
-  ("variable", "value", "words", "text"),
-  [
-    ("M_STEPS", "abc", [], "the environment variable M_STEPS=abc; needed: a value like 150001. Fix: correct or unset M_STEPS."),
-    ("M_SCAN_LAYERS", "maybe", [], "the environment variable M_SCAN_LAYERS=maybe; needed: a value like True."),
-    ("M_MESH_AXES", "x", [], "needed: a variable only for text, a number, true or false. Fix: unset M_MESH_AXES"),
-    ("M_STEPS", "4", ["steps=3"], "steps is set by steps=3 on the command line and by M_STEPS; needed: one of the two. Fix: unset M_"),
-  ],
-)
-def test_variables_that_maxtext_refuses(resolve, monkeypatch, variable, value, words, text):
-  monkeypatch.setenv(variable, value)
-  assert text in refused(resolve, OptionError, *words)
-
-
-def test_an_empty_model_name(resolve):
-  assert refused(resolve, OptionError, "model_name=").startswith("model_name is empty; needed: a model of MaxText.")
-
-
-def test_words_that_are_not_key_value(resolve):
-  assert refused(resolve, OptionError, "foo") == (
-    "the word 'foo' on the command line is not key=value; needed: key=value words. Fix: write foo=VALUE or remove it."
   )
-  assert "Fix: make it the first word, with the ending .yml." in refused(resolve, OptionError, "other.yaml")
-
-
-@pytest.mark.parametrize("word", ["moe_te.router=te", "overlay=x"])
-def test_our_words_do_not_reach_maxtext(resolve, word):
-  assert "Fix: start the run with maxtext-moe-te train or run." in refused(resolve, OptionError, word)
-
-
-def test_missing_and_broken_files(resolve, pyconfig, tmp_path):
-  from maxtext_moe_te.host import configuration, patching
-
-  (tmp_path / "broken.yml").write_text("a: [1\n")
-  (tmp_path / "orphan.yml").write_text("base_config: no_such_base.yml\n")
-  (tmp_path / "binary.yml").write_bytes(b"\xff\xfe\xe9")
-  with patching.apply_all(configuration.config_seams(None, MoeTeOptions()), host_version="0.2.5"):
-    for name, text in (
-      ("nope.yml", "the run's YAML nope.yml does not exist"),
-      (f"{tmp_path}/broken.yml", "MaxText's configuration cannot be read: "),
-      (f"{tmp_path}/orphan.yml", "MaxText's configuration cannot be read: "),
-      (f"{tmp_path}/binary.yml", "MaxText's configuration cannot be read: "),
-    ):
-      with pytest.raises(OptionError, match=text):
-        pyconfig.initialize(["train.py", name])
-
-
-DENSE = "num_experts: 4\nsparse_matmul: false\ncapacity_factor: 1.25\n"
-
-
-def test_dropping_yaml_is_switched_and_reported(resolve, caplog):
-  config = resolve(run=DENSE)
-  assert (config.sparse_matmul, config.capacity_factor, config.megablox) == (True, -1.0, False)
-  assert reports(caplog) == [
-    "the run dropped tokens (sparse_matmul=false, capacity_factor=1.25) and no longer does: "
-    "sparse_matmul=true, capacity_factor=-1.0, megablox=false"
-  ]
-
-
-def test_dropping_model_yaml_is_switched(resolve, caplog):
-  config = resolve(model=DENSE)
-  assert (config.sparse_matmul, config.capacity_factor, config.override_model_config) == (True, -1.0, True)
-  assert len(reports(caplog)) == 3 and reports(caplog)[0].startswith("the run dropped tokens")
-
-
-def test_an_overlay_that_makes_the_run_dropless_is_reported_too(resolve, caplog):
-  assert resolve(run=DENSE, overlay="sparse_matmul: true\n").sparse_matmul
-  assert reports(caplog)[0].startswith("the run dropped tokens")
-
-
-def test_not_dropping_is_left_alone(resolve, caplog):
-  assert resolve(run="sparse_matmul: false\n", overlay=None).sparse_matmul is False
-  assert resolve(run="num_experts: 4\nsparse_matmul: false\n").sparse_matmul is False
-  assert resolve(run="num_experts: 4\ncapacity_factor: 1.0\n").capacity_factor == 1.0
-  assert reports(caplog) == []
-
-
-def test_the_user_who_insists_on_dropping_is_refused(resolve, monkeypatch):
-  end = "; needed: a dropless run on the plugin's MoE layer. Fix: remove {}, or write moe_te.enabled=false."
-  words = ("num_experts=4", "sparse_matmul=false", "capacity_factor=1.25")
-  assert refused(resolve, RefusedError, *words) == (
-    "sparse_matmul=false on the command line and capacity_factor=1.25 on the command line together: the run drops tokens"
-    + end.format("them")
-  )
-  text = refused(resolve, RefusedError, "capacity_factor=2.0", run="num_experts: 4\nsparse_matmul: false\n")
-  assert text == "capacity_factor=2.0 on the command line drops tokens" + end.format("it")
-  text = refused(resolve, RefusedError, run="num_experts: 4\ncapacity_factor: 2.0\n", sparse_matmul=False)
-  assert text == "the keyword argument sparse_matmul=false drops tokens" + end.format("it")
-  monkeypatch.setenv("M_SPARSE_MATMUL", "false")
-  text = refused(resolve, RefusedError, run="num_experts: 4\ncapacity_factor: 2.0\n")
-  assert text == "the environment variable M_SPARSE_MATMUL=false drops tokens" + end.format("it")
-
-
-def test_an_overlay_that_drops_is_refused(resolve, tmp_path):
-  text = refused(resolve, RefusedError, overlay=DENSE)
-  assert text.startswith(f"overlay {tmp_path}/overlay.yml sets sparse_matmul=false, capacity_factor=1.25; needed:")
-  assert "Fix: remove sparse_matmul, capacity_factor from the overlay" in text
-
-
-UPSTREAM_TE = """
-num_experts: 4
-te_moe_block: true
-prefuse_moe_weights: true
-te_gmm_quantization: te_mxfp8
-ragged_buffer_factor: 2.0
-"""
-
-
-def test_upstream_te_block_is_replaced_and_reported(resolve, caplog):
-  config = resolve(run=UPSTREAM_TE)
-  assert (config.te_moe_block, config.te_gmm_quantization, config.ragged_buffer_factor) == (False, "", -1.0)
-  assert config.prefuse_moe_weights
-  assert reports(caplog) == [
-    "MaxText's te_moe_block replaced by the plugin (not used: te_gmm_quantization=te_mxfp8, ragged_buffer_factor=2.0)"
-  ]
-
-
-def test_the_user_who_insists_on_the_upstream_block_is_refused(resolve, tmp_path):
-  text = refused(resolve, RefusedError, "num_experts=4", "te_moe_block=true")
-  assert text.startswith("te_moe_block=true on the command line selects MaxText's own Transformer Engine MoE block; needed:")
-  text = refused(resolve, RefusedError, "ragged_buffer_factor=1.5", run=UPSTREAM_TE)
-  assert text.startswith("ragged_buffer_factor=1.5 on the command line selects")
-  text = refused(resolve, RefusedError, overlay="te_moe_block: true\n")
-  assert text.startswith(f"overlay {tmp_path}/overlay.yml sets te_moe_block=true")
-
-
-def test_disabled_leaves_the_moe_keys_alone_but_loads_the_overlay(resolve, caplog):
-  config = resolve(run=DENSE, overlay="steps: 3\n", options=MoeTeOptions(enabled=False))
-  assert (config.sparse_matmul, config.capacity_factor, config.steps) == (False, 1.25, 3)
-  assert config.moe_te["enabled"] is False
-  assert reports(caplog) == []
-
-
-def test_what_maxtext_resolves_is_checked_whatever_was_read(resolve, monkeypatch):
-  from maxtext_moe_te.host import configuration
-
-  monkeypatch.setattr(configuration, "_switches", lambda *args: {})
-  text = refused(resolve, RefusedError, run=DENSE)
-  assert text.startswith("MaxText resolved num_experts=4, te_moe_block=false, sparse_matmul=false, capacity_factor=1.25;")
 
 
 def test_options_are_in_the_configuration(resolve, pyconfig, caplog):

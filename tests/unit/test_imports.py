@@ -37,6 +37,7 @@ def heavy_modules_after(code):
     "maxtext_moe_te.settings.words",
     "maxtext_moe_te.settings.variable",
     "maxtext_moe_te.settings.rank",
+    "maxtext_moe_te.settings.entries",
     "maxtext_moe_te.tools.config",
     "maxtext_moe_te.host.patching",
     "maxtext_moe_te.tools.deep",

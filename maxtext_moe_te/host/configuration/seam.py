@@ -1,0 +1,124 @@
+"""The seam on MaxText's two ways to a configuration: has MaxText resolve it with what the plan adds, and checks what comes out.
+
+It does not judge models: the checks it is given do, on the resolved configuration.
+"""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pydantic
+from maxtext.configs import types
+
+from maxtext_moe_te.errors import OptionError, RefusedError
+from maxtext_moe_te.host.configuration import inputs, join
+from maxtext_moe_te.host.patching import Seam
+from maxtext_moe_te.settings.config import MoeTeOptions
+from maxtext_moe_te.settings.overlay import Overlay
+
+log = logging.getLogger("maxtext_moe_te")
+
+_PYCONFIG = "maxtext.configs.pyconfig"
+def config_seams(overlay: Overlay | None, options: MoeTeOptions, checks: Sequence[Callable[[Any], None]] = ()) -> list[Seam]:
+  """The seams on MaxText's two ways to a configuration.
+
+  Args:
+    overlay: what to inject, or None.
+    options: shown in the configuration as `moe_te`; with `enabled` false MaxText's MoE keys are left alone.
+    checks: called in order with each resolved configuration; they raise what refuses it.
+  """
+
+  def replace(original):
+    @functools.wraps(original)
+    def resolve_with_overlay(argv=None, config_class=types.MaxTextConfig, **kwargs):
+      plan = join.plan(inputs.read(argv, config_class, kwargs, overlay or Overlay(())), options)
+      for line in plan.lines:
+        log.info(line)
+      config = resolved(original, argv, config_class, options, {**kwargs, **plan.injected})
+      for check in checks:
+        check(config)
+      return config
+
+    return resolve_with_overlay
+
+  return [
+    Seam(
+      target=f"{_PYCONFIG}:{name}",
+      replace=replace,
+      passes=("argv", "config_class"),
+      reason="every MaxText entry point resolves its configuration here",
+    )
+    for name in ("initialize", "initialize_pydantic")
+  ]
+
+
+def resolved(original: Callable, argv, config_class: type, options: MoeTeOptions, kwargs: Mapping[str, Any]):
+  """MaxText's configuration, with our options in it.
+
+  Args:
+    original: MaxText's own `initialize` or `initialize_pydantic`.
+    argv, config_class, kwargs: what it gets, the plan's keys among the last.
+    options: ours.
+
+  Raises:
+    OptionError: MaxText refuses a value, or several that do not go together.
+    RefusedError: the model would drop tokens, or run on MaxText's own Transformer Engine path.
+  """
+  with _in_one_line():
+    config = original(argv, config_class=relaxed(config_class, options), **kwargs)
+  if options.enabled:
+    _check_dropless(config)
+  return config
+
+
+@contextlib.contextmanager
+def _in_one_line():
+  """What MaxText's validators say about a value, or about several that do not go together, without the traceback around it."""
+  try:
+    yield
+  except pydantic.ValidationError as error:
+    first = error.errors(include_url=False, include_context=False)[0]
+    key = first["loc"][0] if first["loc"] else ""  # further parts name types that were tried
+    raise OptionError(
+      found=f"{key}={first['input']}, which MaxText refuses" if key else "a combination of values that MaxText refuses",
+      needed=" ".join(first["msg"].removeprefix("Value error, ").split()).rstrip("."),
+      fix=f"change {key}" if key else "change one of the keys named there",
+    ) from None
+
+
+@functools.cache
+def relaxed(config_class: type, options: MoeTeOptions) -> type:
+  """A subclass of a MaxText configuration class that carries our options in the field `moe_te`.
+
+  The place for validators that the plugin makes unnecessary: a method of the same name replaces MaxText's.
+  """
+  if "moe_te" in config_class.model_fields:
+    return config_class
+
+  made = pydantic.create_model(
+    config_class.__name__,  # MaxText compares class names
+    __base__=config_class,
+    moe_te=(dict[str, Any], pydantic.Field(default_factory=options.as_dict, description="Options of maxtext-moe-te.")),
+  )
+  # Data loader workers receive the configuration pickled, and this class has no importable name.
+  made.__reduce__ = lambda self: (_restored, (config_class, options, self.__getstate__()))
+  return made
+
+
+def _restored(config_class, options, state):
+  config = object.__new__(relaxed(config_class, options))
+  config.__setstate__(state)
+  return config
+
+
+def _check_dropless(config):
+  """The promise, held against what MaxText resolved; the messages before this one name the words to change."""
+  values = {key: getattr(config, key, None) for key in ("num_experts", "te_moe_block", "sparse_matmul", "capacity_factor")}
+  if values["te_moe_block"] or join.drops(values):
+    raise RefusedError(
+      found=f"MaxText resolved {', '.join(inputs.shown(key, value) for key, value in values.items())}",
+      needed="a dropless run on the plugin's MoE layer",
+      fix="write te_moe_block=false sparse_matmul=true capacity_factor=-1, or moe_te.enabled=false",
+    )
