@@ -13,7 +13,7 @@ import sys
 from maxtext.common import metric_logger
 
 from maxtext_moe_te import versions
-from maxtext_moe_te.host import cast, configuration, layer, metrics, overflow, parts, patching, remat
+from maxtext_moe_te.host import cast, configuration, expert_group, layer, metrics, overflow, parts, patching, remat
 from maxtext_moe_te.host.checks import check_config
 from maxtext_moe_te.host.patching import Activation, Seam
 from maxtext_moe_te.settings import xla_flags
@@ -104,7 +104,7 @@ def _cast(options):
 def _bootstrap(options):
   return Seam(
     target="maxtext.utils.max_utils:maybe_bootstrap_te_moe",
-    replace=parts.bootstrapping(options),
+    replace=expert_group.bootstrapping(options),
     fingerprints={"0.2.5": "3ab54efbc82fb1363f7e6f8356fb06987c6002c2964315fa3c08edd89dbef963"},
     reason="called once, before the model is traced: the only moment at which an NCCL EP group can be made",
   )
@@ -113,7 +113,7 @@ def _bootstrap(options):
 def _bootstrap_0_2_4(options):
   return Seam(
     target="maxtext.utils.maxtext_utils:setup_training_state",
-    replace=parts.bootstrapping_before_state(options),
+    replace=expert_group.bootstrapping_before_state(options),
     fingerprints={"0.2.4": "f27272dd58916d0c67967f9c2aad137c5c1bc6760528642feea610c186d44b31"},
     reason="0.2.4 knows no NCCL EP; this call comes where 0.2.5 makes the group",
   )

@@ -25,7 +25,7 @@ from maxtext.trainers.pre_train import train
 from maxtext.utils import max_utils, maxtext_utils, model_creation_utils, sharding
 
 from maxtext_moe_te import versions
-from maxtext_moe_te.host import parts, seams
+from maxtext_moe_te.host import expert_group, seams
 from maxtext_moe_te.settings.config import MoeTeOptions
 from maxtext_moe_te.settings.overlay import Overlay
 
@@ -154,7 +154,7 @@ def build(
       axis_types = (AxisType.Auto,) * len(config.mesh_axes)
       mesh = Mesh(maxtext_utils.create_device_mesh(config, devices), config.mesh_axes, axis_types=axis_types)
       if options.enabled:
-        parts.bootstrap(options, config, mesh)
+        expert_group.bootstrap(options, config, mesh)
       make, state, shardings = _state(config, mesh, keep_gradients)
     graph = nnx.split(nnx.eval_shape(make))[0]
     data_sharding = sharding.get_input_data_sharding(config, mesh)

@@ -116,12 +116,12 @@ def test_a_router_that_is_not_exact(config, monkeypatch):
   ],
 )
 def test_what_nccl_ep_cannot_serve(config, monkeypatch, values, text):
-  from maxtext_moe_te.host import parts
+  from maxtext_moe_te.host import expert_group
 
   for key, value in {"dtype": "bfloat16", **values}.items():
     monkeypatch.setitem(config._flat_config, key, value)
   with contextlib.nullcontext() if text is None else pytest.raises(RefusedError, match=text):
-    parts.check_ep_group(config, parts.ep_group(MoeTeOptions(), config, {"expert": 2}))
+    expert_group.check_ep_group(config, expert_group.ep_group(MoeTeOptions(), config, {"expert": 2}))
 
 
 def layer_error(batch=8, options=None, **settings):

@@ -24,7 +24,7 @@ def main() -> int:
   from maxtext.configs import pyconfig
 
   from maxtext_moe_te import versions
-  from maxtext_moe_te.host import checks, configuration, parts, patching, remat, rules_from_config
+  from maxtext_moe_te.host import checks, configuration, expert_group, parts, patching, remat, rules_from_config
   from maxtext_moe_te.settings import overlay as overlays
   from maxtext_moe_te.settings.config import MoeTeOptions
 
@@ -47,7 +47,9 @@ def main() -> int:
       checks.check_config(config, options)
     remat.check(options, config)
     if options.enabled and rules_from_config.is_moe(config):
-      answer["config"]["nccl_ep_refused"] = refusal(lambda: parts.check_ep_group(config, parts.ep_group(options, config, sizes)))
+      answer["config"]["nccl_ep_refused"] = refusal(
+        lambda: expert_group.check_ep_group(config, expert_group.ep_group(options, config, sizes))
+      )
     if options.enabled:
       parts.check_options(options)  # last: of what is installed here, which may not be where the job runs
   except MoeTeError as error:
