@@ -7,6 +7,7 @@ Left alone: class names (MaxText compares them), classes themselves (names are b
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 import sys
 
@@ -16,9 +17,11 @@ from maxtext_moe_te import versions
 from maxtext_moe_te.host import cast, configuration, expert_group, layer, metrics, overflow, parts, patching, remat
 from maxtext_moe_te.host.checks import check_config
 from maxtext_moe_te.host.patching import Activation, Seam
+from maxtext_moe_te.moe import te_api
 from maxtext_moe_te.settings import xla_flags
 from maxtext_moe_te.settings.config import MoeTeOptions
 
+log = logging.getLogger("maxtext_moe_te")
 TRAIN = "maxtext.trainers.pre_train.train"
 
 
@@ -31,7 +34,7 @@ def activate(overlay=None, options: MoeTeOptions | None = None) -> Activation:
     parts.check_options(options)
   host_version = versions.check_maxtext(accept_unknown=options.unknown_host)
   if not options.unknown_host:
-    versions.check("jax")
+    versions.check_jax()
 
   def make():
     activation = patching.apply_all(seams(overlay, options), host_version=host_version, accept_unknown=options.unknown_host)
@@ -147,6 +150,11 @@ def honest_context(original):
 
   @contextlib.contextmanager
   def transformer_engine_context():
+    engine = te_api.find()
+    if engine is not None and engine.incomplete:
+      log.info("Transformer Engine not used: the one in %s %s", engine.package.folder, engine.incomplete)
+      yield
+      return
     try:
       from transformer_engine.jax.sharding import MeshResource, global_shard_guard
     except ImportError:

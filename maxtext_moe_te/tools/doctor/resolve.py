@@ -51,7 +51,7 @@ def main() -> int:
         lambda: expert_group.check_ep_group(config, expert_group.ep_group(options, config, sizes))
       )
     if options.enabled:
-      parts.check_options(options)  # last: of what is installed here, which may not be where the job runs
+      parts.check_recipe(options)  # not Transformer Engine: the checks judge that of the machine where the job is to run
   except MoeTeError as error:
     answer["refused"] = error.fields
   except Exception as error:  # MaxText's own refusal: shown as it is
