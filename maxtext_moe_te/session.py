@@ -14,7 +14,6 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from maxtext_moe_te import versions
 from maxtext_moe_te.errors import MoeTeError, OptionError, RefusedError, nearest
 from maxtext_moe_te.settings import overlay as overlays
 from maxtext_moe_te.settings import variable, xla_flags

@@ -2,6 +2,7 @@
 
 from maxtext_moe_te.errors import RefusedError
 from maxtext_moe_te.host import overflow, parts, rules_from_config
+from maxtext_moe_te.moe import te_api
 from maxtext_moe_te.settings.config import MoeTeOptions
 
 
@@ -10,6 +11,7 @@ def check_config(config, options: MoeTeOptions = MoeTeOptions()) -> None:
 
   Raises:
     RefusedError: with the one change that makes it run.
+    VersionError: Transformer Engine's mesh resources are not what MaxText and the plugin set.
   """
   refused = rules_from_config.refusal(config)
   if refused:
@@ -22,6 +24,9 @@ def check_config(config, options: MoeTeOptions = MoeTeOptions()) -> None:
     parts.check_router(options, rules_from_config.router_rule(config), logits_dtype)
     overflow.check(options, config)
     _check_cast(options, config)
+  engine = te_api.find() if config.hardware.startswith("gpu") else None
+  if engine is not None and not engine.incomplete:
+    engine.require("context")  # which MaxText enters around the run
 
 
 def _check_cast(options, config):

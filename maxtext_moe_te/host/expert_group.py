@@ -5,10 +5,9 @@ import logging
 
 import jax.numpy as jnp
 
-from maxtext_moe_te import versions
-from maxtext_moe_te.errors import MoeTeError, RefusedError
-from maxtext_moe_te.host import rules_from_config
-from maxtext_moe_te.moe import te_runtime
+from maxtext_moe_te.errors import RefusedError
+from maxtext_moe_te.host import agreement, rules_from_config
+from maxtext_moe_te.moe import te_api, te_runtime
 from maxtext_moe_te.moe.transport import nccl_ep
 from maxtext_moe_te.settings.config import MoeTeOptions
 
@@ -47,17 +46,21 @@ def bootstrapping_before_state(options: MoeTeOptions):
 
 
 def bootstrap(options: MoeTeOptions, config, mesh) -> None:
-  """Makes the NCCL EP group if the run will use one."""
+  """Makes the NCCL EP group if the run will use one: all processes, or none.
+
+  Raises:
+    MoeTeError: moe_te.transport=nccl_ep, and a process cannot; in every process the same.
+  """
   ranks = mesh.shape.get("expert", 1)
   on_cpu = mesh.devices.flat[0].platform == "cpu"
   if options.transport not in ("auto", "nccl_ep") or ranks == 1 or on_cpu or not rules_from_config.is_moe(config):
     return
   group = ep_group(options, config, dict(mesh.shape))
-  try:
-    _check_nccl_ep(config, group)
-  except MoeTeError as error:
+  # A process that took XLA's collectives alone would leave the others waiting for it in the bootstrap.
+  error = agreement.together(lambda: _check_nccl_ep(config, group), "NCCL EP")
+  if error is not None:
     if options.transport == "nccl_ep":
-      raise
+      raise error
     log.info("NCCL EP not used: %s", error.found)
     return
   log.info("NCCL EP group: %s, receive capacity %d rows per rank", group, group.capacity)
@@ -107,6 +110,6 @@ def check_ep_group(config, group: nccl_ep.Bootstrap) -> None:
 
 def _check_nccl_ep(config, group):
   check_ep_group(config, group)
-  versions.check("transformer-engine")
+  te_api.installed().require("nccl_ep")
   nccl_ep.check_local_devices()
   te_runtime.prepare_nccl_ep()

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from maxtext_moe_te import versions
 from maxtext_moe_te.errors import MoeTeError, RefusedError, VersionError
+from maxtext_moe_te.host import agreement
 from maxtext_moe_te.host.expert_group import EXPERT_AXIS
-from maxtext_moe_te.moe import routing, te_router, te_runtime
+from maxtext_moe_te.moe import routing, te_api, te_router, te_runtime
 from maxtext_moe_te.moe.block import GROUPED_MATMULS, LayerSpec, Layout, Parts
 from maxtext_moe_te.moe.experts import te
 from maxtext_moe_te.moe.rules import RouterRule
@@ -22,6 +23,8 @@ from maxtext_moe_te.moe.transport.xla import XlaTransport
 from maxtext_moe_te.settings.config import MoeTeOptions
 
 log = logging.getLogger("maxtext_moe_te")
+# Options that name a part of Transformer Engine, and the part.
+TE_ONLY = (("router", "te", "router"), ("transport", "nccl_ep", "nccl_ep"), ("experts", "te", "experts"), ("recipe", "mxfp8", "mxfp8"))
 
 
 def choose(options: MoeTeOptions, layout: Layout, spec: LayerSpec, logits_dtype) -> Parts:
@@ -53,22 +56,32 @@ def log_once(line: str) -> None:
 
 
 def check_options(options: MoeTeOptions) -> None:
-  """Refuses, before anything starts, parts whose packages are missing.
+  """Refuses, before anything starts, parts whose packages are missing or have not what the parts call.
 
   Raises:
-    VersionError: Transformer Engine is asked for and missing or unsupported.
+    VersionError: Transformer Engine is asked for and missing, or has not what is called of it.
     RefusedError: options that contradict each other.
   """
-  te_only = {"router": "te", "transport": "nccl_ep", "experts": "te", "recipe": "mxfp8"}
-  asked = [f"moe_te.{option}={value}" for option, value in te_only.items() if getattr(options, option) == value]
-  if asked:
-    try:
-      versions.check("transformer-engine")
-    except MoeTeError as error:
-      raise type(error)(found=f"{' and '.join(asked)}, and {error.found}", needed=error.needed, fix=error.fix) from error
-  if options.recipe == "mxfp8" and versions.installed("jax") == "0.11.2" and te_runtime.makes_empty_constants():
+  asked = {f"moe_te.{option}={value}": part for option, value, part in TE_ONLY if getattr(options, option) == value}
+  try:
+    for part in asked.values():
+      te_api.installed().require(part)
+  except MoeTeError as error:
+    raise type(error)(found=f"{' and '.join(asked)}, and {error.found}", needed=error.needed, fix=error.fix) from error
+  check_recipe(options)
+
+
+def check_recipe(options: MoeTeOptions) -> None:
+  """Refuses a recipe that JAX's compiler or another option excludes, whatever Transformer Engine there is.
+
+  Raises:
+    VersionError: the compiler crashes on it.
+    RefusedError: options that contradict each other.
+  """
+  if options.recipe == "mxfp8" and versions.jax_hazard() and te_runtime.makes_empty_constants():
     raise VersionError(
-      found="moe_te.recipe=mxfp8 with jax 0.11.2, whose compiler crashes on the quantized grouped product in scanned layers",
+      found=f"moe_te.recipe=mxfp8 with jaxlib {versions.installed('jaxlib')}, whose compiler crashes on the quantized grouped product "
+      "in scanned layers",
       needed="jax 0.11.1, or 0.12 or newer, or a patched Transformer Engine",
       fix="maxtext-moe-te patch apply transformer_engine, or pip install 'jax[cuda13]>=0.12', or set moe_te.recipe=bf16",
     )
@@ -85,8 +98,14 @@ def _router(options, device, spec, logits_dtype) -> tuple[str, str]:
   check_router(options, spec.router, logits_dtype, of_device="a CPU" if device.platform == "cpu" else "")
   if options.router != "te":
     return "jax", ""
-  versions.check("transformer-engine")
+  if error := _te_router_error():
+    raise error
   return "te", ""
+
+
+@functools.cache
+def _te_router_error() -> MoeTeError | None:
+  return agreement.together(lambda: te_api.installed().require("router"), "Transformer Engine's router")
 
 
 def check_router(options: MoeTeOptions, rule: RouterRule, logits_dtype, of_device: str = "") -> None:
@@ -95,8 +114,10 @@ def check_router(options: MoeTeOptions, rule: RouterRule, logits_dtype, of_devic
   Raises:
     RefusedError: with the reason.
   """
-  reason = (te_router.reason_against(rule, logits_dtype) or of_device) if options.router == "te" else ""
-  if reason:
+  if options.router != "te":
+    return
+  found = te_api.find()  # none where a job for other machines is looked at
+  if reason := te_router.reason_against(rule, logits_dtype, found.has_score_function if found else None) or of_device:
     raise RefusedError(
       found=f"moe_te.router=te for the rule ({rule}): {reason}",
       needed="a rule that Transformer Engine's router computes exactly, on an NVIDIA GPU",
@@ -110,39 +131,41 @@ def _experts(options, device, spec) -> tuple[str, str]:
   if name == "auto" and options.recipe == "mxfp8":
     name = "te"
   if name == "te":
-    _check_te_experts(options, device)
+    if error := _te_experts_error(options.recipe, device):
+      raise error
     return name, f" {options.recipe}"
   if name != "auto":
     return name, ""
   if device.platform == "cpu":
     return "blocked", ""
-  reason = _reason_against(lambda: _check_te_experts(options, device))
+  error = _te_experts_error(options.recipe, device)
+  reason = error.found if error else ""
   if not reason and spec.dtype != jnp.bfloat16:
     reason = f"Transformer Engine's grouped GEMM computes in bfloat16, not {spec.dtype}"
   return ("ragged_dot", f" [{reason}]") if reason else ("te", f" {options.recipe}")
 
 
-def _check_te_experts(options, device):
-  versions.check("transformer-engine")
+@functools.cache  # layers are traced many times, and in all processes alike
+def _te_experts_error(recipe, device) -> MoeTeError | None:
+  """What the first process that cannot use Transformer Engine's experts has against them: all processes use them, or none."""
+  return agreement.together(lambda: _check_te_experts(recipe, device), f"Transformer Engine's experts in {recipe}")
+
+
+def _check_te_experts(recipe, device):
+  api = te_api.installed()
+  api.require("mxfp8" if recipe == "mxfp8" else "experts")
   if device.platform == "cpu":
     raise RefusedError(found="moe_te.experts=te on a CPU", needed="an NVIDIA GPU", fix="set moe_te.experts=auto")
+  api.check_gpu(str(getattr(device, "compute_capability", "")))
   if is_here(device):
     te_runtime.check_grouped_gemm(device.compute_capability)
-    if options.recipe == "mxfp8":
+    if recipe == "mxfp8":
       te_runtime.check_mxfp8(device.compute_capability)
 
 
 def is_here(device) -> bool:
   """Whether a device is one of this process's backends, not one that a run is only compiled for."""
   return hasattr(device, "client") and device.platform == jax.default_backend() and device in jax.devices()
-
-
-def _reason_against(check) -> str:
-  try:
-    check()
-  except MoeTeError as error:
-    return error.found
-  return ""
 
 
 def _transport(options, layout, spec, device, *, mxfp8):

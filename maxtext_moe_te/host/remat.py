@@ -4,14 +4,10 @@ Owns what `moe_te.offload` adds to a configuration, and its refusal where it wou
 compiler really moved the bytes is measured by `tools.offload`.
 """
 
-import importlib.metadata
-
 from maxtext_moe_te.errors import OptionError, RefusedError, VersionError
 from maxtext_moe_te.settings.config import MoeTeOptions
+from maxtext_moe_te.versions import installed, offloads_wrongly
 
-# Tensors offloaded under a scan are read back in the order they were written, not reversed: the gradients are wrong and nothing
-# says so. https://github.com/openxla/xla/pull/46231, repaired by https://github.com/openxla/xla/pull/46308.
-WRONG_GRADIENTS = ("0.10.2", "0.11.0")
 # What compiles: jaxlib for the CPU, the plugin for GPUs.
 COMPILERS = ("jaxlib", "jax-cuda13-pjrt", "jax-cuda12-pjrt")
 
@@ -67,7 +63,7 @@ def check(options: MoeTeOptions, config) -> None:
   """
   if not options.offload:
     return
-  check_compiler(scan=config.scan_layers, versions={name: _installed(name) for name in COMPILERS})
+  check_compiler(scan=config.scan_layers, versions={name: installed(name) for name in COMPILERS})
   produced = produced_names(config)
   for name in options.offload:
     if name not in produced:
@@ -91,19 +87,12 @@ def check_compiler(*, scan: bool, versions: dict[str, str | None]) -> None:
     VersionError: it does not.
   """
   for package, version in versions.items():
-    if scan and version in WRONG_GRADIENTS:
+    if scan and version and offloads_wrongly(version):
       raise VersionError(
         found=f"moe_te.offload with {package} {version} and scanned layers: its gradients are wrong, without an error",
         needed="0.11.1 or newer (https://github.com/openxla/xla/pull/46308)",
         fix="pip install 'jax[cuda13]>=0.12', or set scan_layers=false",
       )
-
-
-def _installed(name):
-  try:
-    return importlib.metadata.version(name)
-  except importlib.metadata.PackageNotFoundError:
-    return None
 
 
 def produced_names(config) -> set[str]:

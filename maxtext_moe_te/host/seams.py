@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import logging
 import os
 import sys
 
@@ -15,26 +16,16 @@ from maxtext.common import metric_logger
 
 from maxtext_moe_te import versions
 from maxtext_moe_te.errors import SeamError
-from maxtext_moe_te.host import (
-  cast,
-  configuration,
-  expert_group,
-  features,
-  known,
-  layer,
-  metrics,
-  overflow,
-  parts,
-  patching,
-  remat,
-  selfcheck,
-  source,
-)
+from maxtext_moe_te.host import cast, expert_group, features, known, layer, metrics, overflow, parts, patching, remat, selfcheck, source
 from maxtext_moe_te.host.checks import check_config
+from maxtext_moe_te.host.configuration.seam import config_seams
 from maxtext_moe_te.host.patching import Activation, Seam
+from maxtext_moe_te.moe import te_api
 from maxtext_moe_te.settings import xla_flags
 from maxtext_moe_te.settings.config import MoeTeOptions
 
+log = logging.getLogger("maxtext_moe_te")
+log = logging.getLogger("maxtext_moe_te")
 TRAIN = "maxtext.trainers.pre_train.train"
 
 
@@ -47,7 +38,7 @@ def activate(overlay=None, options: MoeTeOptions | None = None) -> Activation:
     parts.check_options(options)
     if options.selfcheck == "never" and (unknown := known.unknown((known.LAYER, known.STEP))):
       raise selfcheck.refused_unjudged(unknown)
-  versions.check("jax")
+  versions.check_jax()
 
   def make():
     activation = patching.apply_all(seams(overlay, options), check=_check_is_maxtexts_own)
@@ -90,7 +81,7 @@ def seams(overlay, options: MoeTeOptions) -> list[Seam]:
   checks = [functools.partial(check_config, options=options)] if options.enabled else []
   checks.append(functools.partial(remat.check, options))
   checks.append(functools.partial(_check_source, options))
-  needed = configuration.config_seams(overlay, options, checks=checks)
+  needed = config_seams(overlay, options, checks=checks)
   needed.append(TRANSFORMER_ENGINE_CONTEXT)
   if options.enabled:
     needed.append(
@@ -160,6 +151,11 @@ def honest_context(original):
 
   @contextlib.contextmanager
   def transformer_engine_context():
+    engine = te_api.find()
+    if engine is not None and engine.incomplete:
+      log.info("Transformer Engine not used: the one in %s %s", engine.package.folder, engine.incomplete)
+      yield
+      return
     entered = original()
     entered.__enter__()
     try:

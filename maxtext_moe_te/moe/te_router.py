@@ -8,6 +8,7 @@ Imports Transformer Engine at call time, never at import.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +20,13 @@ from maxtext_moe_te.moe.rules import RouterRule, Selection, Weighting
 EPSILON = 1e-20
 
 
-def reason_against(rule: RouterRule, logits_dtype) -> str:
+def reason_against(rule: RouterRule, logits_dtype, has_score_function: Callable[[str], bool] | None = None) -> str:
   """Why the kernel does not compute this rule exactly, or nothing.
 
   Args:
     rule: the router rule.
     logits_dtype: of the gate's projections.
+    has_score_function: says which the Transformer Engine at hand has; None for those of 2.20.2.
   """
   if rule.selection is not Selection.TOP:
     return f"experts are selected by {rule.selection.value}"
@@ -33,7 +35,8 @@ def reason_against(rule: RouterRule, logits_dtype) -> str:
   if jnp.dtype(logits_dtype) != jnp.float32:
     return f"logits in {jnp.dtype(logits_dtype).name} (float32_gate_logits=false) often tie, and it breaks ties otherwise"
   if rule.score_function:
-    if rule.score_function not in ("sigmoid", "sqrtsoftplus"):
+    known = rule.score_function in ("sigmoid", "sqrtsoftplus")
+    if not known or (has_score_function and not has_score_function(rule.score_function)):
       return f"it has no score function {rule.score_function}"
     if rule.weighting is not Weighting.SCORES or (rule.bias and not rule.weights_ignore_bias):
       return "it takes weights from scores without bias, as they are"

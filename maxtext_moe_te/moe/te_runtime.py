@@ -13,10 +13,11 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 from maxtext_moe_te.errors import RefusedError, VersionError
+from maxtext_moe_te.moe import te_api
 
 CUBLAS_FLOOR = {9: 130400, 10: 130300}  # by major compute capability: the first cuBLAS with a graph-safe grouped GEMM there
 CUBLAS_BAD = range(130700, 130801)  # Transformer Engine 2.20.2 warns of data corruption in 13.7.0 to 13.8.0
-NCCL_FLOOR = 23203  # what the NCCL EP in Transformer Engine 2.20.2 was built with; it refuses any other older one
+NCCL_FLOOR = 23203  # what the NCCL EP beside Transformer Engine 2.20.2 was built with; it refuses any older one
 
 
 @functools.cache
@@ -113,7 +114,8 @@ def prepare_nccl_ep() -> None:
     RefusedError: there is no CUDA compiler or no host compiler.
   """
   found = nccl_version()
-  check_nccl(found)
+  engine = te_api.find()
+  check_nccl(found, engine and engine.nccl_floor)
   nvcc = _nvcc()
   if nvcc is None:
     raise RefusedError(
@@ -151,17 +153,22 @@ def prefer_pip_cudnn(environment: MutableMapping[str, str]) -> Path | None:
   return folder
 
 
-def check_nccl(found: int) -> None:
+def check_nccl(found: int, floor: int | None = None) -> None:
   """Whether NCCL EP takes this NCCL.
+
+  Args:
+    found: its version.
+    floor: the oldest that it takes, where Transformer Engine says so; None for that of the NCCL EP in 2.20.2's wheels.
 
   Raises:
     VersionError: it does not.
   """
-  if found < NCCL_FLOOR:
+  floor = floor or NCCL_FLOOR
+  if found < floor:
     raise VersionError(
       found=f"NCCL {dotted(found)} at run time",
-      needed=f"{dotted(NCCL_FLOOR)} or newer for NCCL EP",
-      fix="pip install 'nvidia-nccl-cu13>=2.32.3' and put it first in LD_LIBRARY_PATH, or set moe_te.transport=xla",
+      needed=f"{dotted(floor)} or newer for NCCL EP",
+      fix=f"pip install 'nvidia-nccl-cu13>={dotted(floor)}' and put it first in LD_LIBRARY_PATH, or set moe_te.transport=xla",
     )
 
 

@@ -14,6 +14,7 @@ import sys
 import tempfile
 
 from maxtext_moe_te.errors import MoeTeError, OptionError, RefusedError
+from maxtext_moe_te.moe import te_api
 from maxtext_moe_te.settings import xla_flags
 from maxtext_moe_te.tools import described, streams
 from maxtext_moe_te.tools.doctor.checks import ERROR, NOTE, WARNING, Finding
@@ -41,6 +42,7 @@ class Request:
     topology: NVLink domains x processes per domain x GPUs per process.
     profiles: named sets of XLA flags to compare.
     layers: of the reduced model of `tools.gradients`; 0 for its own choice.
+    stand_ins: what is compiled in place of what Transformer Engine would do, and why, see `without_engine`.
   """
 
   words: tuple[str, ...]
@@ -50,14 +52,61 @@ class Request:
   topology: str = "1x8x1"
   profiles: tuple[str, ...] = PROFILES
   layers: int = 0
+  stand_ins: str = ""
+
+
+def without_engine(request: Request, config: dict, options: dict) -> Request:
+  """The request with something else in place of the parts that the Transformer Engine here cannot be compiled with.
+
+  Args:
+    request: as the user has it.
+    config: MaxText's resolved keys.
+    options: all of the plugin's, those of the overlay among them.
+  """
+  engine, ranks = te_api.find(), config.get("axis_sizes", {}).get("expert", 1)
+  recipe = "mxfp8" if options["recipe"] == "mxfp8" else "experts"
+  ours = options["enabled"] and config.get("num_experts", 1) > 1
+  by_itself, quantization = ("auto",) if config else (), str(config.get("quantization") or "")
+  rows = (  # part, whose key, key, values that mean the part, what stands in
+    (recipe, "moe_te.", "experts", ("te", *by_itself), "ragged_dot"),
+    ("mxfp8", "moe_te.", "recipe", ("mxfp8",), "bf16"),
+    ("router", "moe_te.", "router", ("te",), "jax"),
+    ("nccl_ep", "moe_te.", "transport", ("nccl_ep", *by_itself) if ranks > 1 else (), "xla"),
+    ("described", "", "attention", ("cudnn_flash_te",), "cudnn_flash_jax"),
+    ("described", "", "quantization", (quantization,) if quantization.startswith("te_") else (), ""),
+  )
+  options_instead, words, why = {}, [], ""
+  for part, prefix, key, values, instead in rows:
+    value = options[key] if prefix else config.get(key)
+    against = _against(engine, part) if value in values and (ours or not prefix) else ""
+    if against:
+      why = why or against
+      words.append(f"{prefix}{key}={instead}")
+      options_instead |= {key: instead} if prefix else {}
+  plain = tuple(word for word in words if not word.startswith("moe_te."))
+  return dataclasses.replace(
+    request,
+    words=(*request.words, *plain),
+    options={**request.options, **options_instead},
+    stand_ins=f"{', '.join(words)} [{why}]" if words else "",
+  )
+
+
+def _against(engine, part):
+  if engine is None:
+    return "Transformer Engine is not installed"
+  problem = engine.problem("described") or engine.problem(part)
+  if not problem and part == "nccl_ep" and not engine.borrows:
+    problem = "makes its communicators at once, which takes GPUs"
+  return problem and f"transformer-engine {engine.version} {problem}"
 
 
 def compile_step(request: Request, *, timeout_s: int = 1800) -> dict:
   """Compiles the step without offload, with it, and with each profile besides.
 
   Returns:
-    dict: gpu, devices, layers, names, asked (whether the run itself offloads them), expected_host_bytes, and variants: name to what
-      `_figures` gives. Where the run offloads nothing and `OFFLOAD` is refused, names is empty and no_offload says why.
+    dict: gpu, devices, layers, names, asked (whether the run itself offloads them), stand_ins, expected_host_bytes, and variants: name to
+      what `_figures` gives. Where the run offloads nothing and `OFFLOAD` is refused, names is empty and no_offload says why.
 
   Raises:
     MoeTeError: what refuses the run, or this machine.
@@ -101,12 +150,11 @@ def main(folder: str) -> int:
 
 
 def _compile(request, folder):
-  import importlib.util
-
   devices, _ = described.devices(request.gpu, request.topology)
-  if importlib.util.find_spec("transformer_engine"):
-    described.pretend_expert_parallel()
+  if engine := described.engine():
     described.pretend_fused_attention()
+    if engine.borrows:
+      described.pretend_expert_parallel()
   from maxtext_moe_te.host import step as steps
   from maxtext_moe_te.settings import overlay as overlays
   from maxtext_moe_te.settings.config import MoeTeOptions
@@ -151,6 +199,7 @@ def _compile(request, folder):
     "attention": str(step.config.attention),
     "names": names,
     "asked": asked,
+    "stand_ins": request.stand_ins,
     "no_offload": why_not,
     "expected_host_bytes": step.bytes_of(names),
     "device_memory_bytes": described.memory_bytes(described.target(request.gpu)),
@@ -189,6 +238,15 @@ def findings(result: dict) -> list[Finding]:
   run, expected = "offload" if result["names"] else "device", result["expected_host_bytes"]
   offload = result["variants"][run]
   found, mib = [], 2**20
+  if stand_ins := result.get("stand_ins"):
+    found.append(
+      make(
+        NOTE,
+        f"compiled with {stand_ins}, which is not the run itself: its memory, its collectives and their overlap are others",
+        "the Transformer Engine that the run will have; no GPU is needed",
+        "pip install 'maxtext-moe-te[gpu]' in the environment that compiles",
+      )
+    )
   if not result["names"]:
     fix = "set moe_te.offload to tensors of this model, if memory is short"
     found.append(make(NOTE, f"no offload was compiled: {result['no_offload']}", "nothing", fix))
@@ -255,6 +313,8 @@ def text(result: dict) -> str:
   lines = [
     f"compiled for {result['devices']} {result['gpu']}, {mesh}, {result['layers']} layers, attention={result['attention']}",
   ]
+  if result.get("stand_ins"):
+    lines.append(f"with stand-ins for Transformer Engine: {result['stand_ins']}")
   if result["names"]:
     device, offload = variants["device"], variants["offload"]
     saved = device["device_temporary_bytes"] - offload["device_temporary_bytes"]

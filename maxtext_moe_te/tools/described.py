@@ -14,6 +14,7 @@ import subprocess
 import sys
 
 from maxtext_moe_te.errors import OptionError, RefusedError, nearest
+from maxtext_moe_te.moe import te_api
 from maxtext_moe_te.settings.variable import VARIABLE
 
 STUB = r"""
@@ -45,7 +46,7 @@ def environment(folder: pathlib.Path) -> dict[str, str]:
   found = importlib.util.find_spec("nvidia")
   roots = [pathlib.Path(path) for path in (found.submodule_search_locations if found else ())]
   libraries = [str(root / part / "lib") for root in roots for part in ("cu13", "cudnn", "nccl") if (root / part / "lib").is_dir()]
-  if importlib.util.find_spec("transformer_engine") and not has_driver():
+  if te_api.find() and not has_driver():
     libraries.insert(0, str(_stub(folder)))
   return {
     **os.environ,
@@ -56,6 +57,12 @@ def environment(folder: pathlib.Path) -> dict[str, str]:
     "DECOUPLE_GCLOUD": "TRUE",
     VARIABLE: "",  # who asks names the overlay
   }
+
+
+def engine() -> te_api.Api | None:
+  """Transformer Engine, if there is one that can be told that there are GPUs."""
+  found = te_api.find()
+  return found if found and not found.problem("described") else None
 
 
 def has_driver() -> bool:
@@ -159,7 +166,7 @@ def devices(name: str, topology: str):
   from jax.experimental import topologies
 
   text = target(name)
-  if importlib.util.find_spec("transformer_engine"):
+  if engine():
     import transformer_engine.jax  # noqa: F401
     import transformer_engine_jax
 
@@ -183,7 +190,7 @@ def pretend_group(group, outer: int) -> None:
   from transformer_engine.jax.cpp_extensions.misc import jax_dtype_to_te_dtype
 
   rows, tokens, local = group.capacity, group.max_tokens_per_rank, group.num_experts // group.ranks
-  # Any plausible size will do: the buffer is only allocated.
+  # Any plausible size will do: the buffer is only allocated. The communicator must be one that is borrowed later: others are made at once.
   transformer_engine_jax.ep_handle_mem_size = lambda k, alignment: rows * local + 8 * rows * k + 4 * tokens * group.num_experts
   transformer_engine_jax.set_ep_bootstrap_params(
     bytes(128), group.ranks, 0, group.num_experts, tokens, rows, group.width, max_num_sms=0,

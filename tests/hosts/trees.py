@@ -31,7 +31,7 @@ def extract(repository: Path, commit: str, folder: Path) -> Path:
 
 
 def changes(repository: Path, since: str, until: str = "HEAD") -> list[tuple[str, str]]:
-  """(commit, date) of those on the main branch since a date at which the text of a place in `known.GROUPS` changed, and of the one before."""
+  """(commit, date) of those on the main branch since a date at which the text of a place in `known.GROUPS` changed; and the one before."""
   words = ("log", "--first-parent", "--reverse", f"--since={since}", "--format=%H %cs", until)
   before = _git(repository, "log", "-1", "--first-parent", f"--before={since}", "--format=%H %cs", until)
   commits = [line.split() for line in (before + _git(repository, *words)).decode().splitlines()]

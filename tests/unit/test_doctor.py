@@ -16,6 +16,7 @@ from maxtext_moe_te.settings.xla_flags import Names
 from maxtext_moe_te.tools import deep, described, doctor
 from maxtext_moe_te.tools.doctor import checks, facts, probes, resolve
 from maxtext_moe_te.tools.doctor.facts import Gpu, Job, Library, Machine
+from tests import te_stub
 
 GIB = 2**30
 H200 = Gpu(name="NVIDIA H200", capability="9.0", memory_bytes=141 * GIB)
@@ -43,6 +44,7 @@ MACHINE = Machine(
   nccl_headers=23203,
   nvcc="/usr/bin/nvcc",
   gxx="/usr/bin/g++",
+  te={"problems": {}, "serves_hopper": True, "borrows": True, "nccl_floor": None},
   host_memory_bytes=2000 * GIB,
   shared_memory_bytes=64 * GIB,
 )
@@ -94,18 +96,19 @@ CASES = {
     "a job of 8 GPUs per node, and CUDA_VISIBLE_DEVICES=0,1 hides 6 of 8 here; needed: all of them, or a value of its own for each process",
   ),
   "gpus hidden by the overlay": (machine(), job(variables={"CUDA_VISIBLE_DEVICES": ""}), E, "CUDA_VISIBLE_DEVICES='' hides the 8 GPUs"),
-  "jax missing": (machine({"jax": None}), JOB, E, "jax is not installed; needed: jax>=0.11.1"),
+  "jax missing": (machine({"jax": None}), JOB, E, "jax is not installed; needed: jax 0.11.1 or newer"),
+  "jax without a function": (machine(jax_refused=dict(found="a", needed="b", fix="c")), JOB, E, "a; needed: b. Fix: c. [JAX's own source]"),
   "jax gives wrong gradients": (
     machine({"jax": "0.11.0", "jaxlib": "0.11.0", "jax-cuda13-plugin": "0.11.0", "jax-cuda13-pjrt": "0.11.0"}),
     JOB,
     E,
-    "jax 0.11.0 is installed; needed: jax>=0.11.1 (0.10.2 and 0.11.0 give wrong gradients when tensors are offloaded",
+    "jaxlib 0.11.0 is installed; needed: 0.11.1 or newer (0.10.2 and 0.11.0 give wrong gradients when tensors are offloaded",
   ),
   "jax 0.11.2 crashes": (
     machine({"jax": "0.11.2", "jaxlib": "0.11.2", "jax-cuda13-plugin": "0.11.2", "jax-cuda13-pjrt": "0.11.2"}),
     JOB,
     W,
-    "jax 0.11.2: its compiler crashes on zero-element constants",
+    "jaxlib 0.11.2: its compiler crashes on zero-element constants",
   ),
   "jaxlib differs": (machine({"jaxlib": "0.11.2"}), JOB, E, "jax 0.12.0.1 beside jaxlib 0.11.2; needed: the same version of both"),
   "plugin left unused": (
@@ -133,18 +136,35 @@ CASES = {
     W,
     "the loader finds /usr/lib/libcublasLt.so.12 and /opt/lib/libcublasLt.so.13",
   ),
-  "te missing": (machine({"transformer-engine": None, "transformer-engine-jax": None}), JOB, E, "Transformer Engine is not installed"),
+  "te missing": (machine({"transformer-engine": None}, te={}), JOB, E, "Transformer Engine is not installed"),
   "te missing, its router asked for": (
-    machine({"transformer-engine": None, "transformer-engine-jax": None}),
+    machine({"transformer-engine": None}, te={}),
     job(options={"experts": "auto", "router": "te"}),
     E,
     "Transformer Engine is not installed",
   ),
-  "te version": (
-    machine({"transformer-engine": "2.18.0", "transformer-engine-jax": "2.18.0", "transformer-engine-cu13": "2.18.0"}),
+  **{
+    f"te without what {part} calls, {severity}": (
+      machine(te={"problems": {part: dict(found="a", needed="b", fix="c")}}),
+      job(options={"experts": "auto", **options}),
+      severity,
+      "a; needed: b. Fix: c.",
+    )
+    for part, options, severity in (
+      ("context", {}, E),
+      ("experts", {"experts": "te"}, E),
+      ("experts", {}, W),
+      ("router", {"router": "te"}, E),
+      ("mxfp8", {"recipe": "mxfp8"}, E),
+      ("nccl_ep", {}, W),
+      ("nccl_ep", {"transport": "nccl_ep"}, E),
+    )
+  },
+  "te that is not for Hopper": (
+    machine({"transformer-engine": "2.20.0.dev0"}, te={"serves_hopper": False}),
     JOB,
     E,
-    "transformer-engine 2.18.0 is installed; needed: transformer-engine==2.20.* (its grouped GEMM and NCCL EP",
+    "a Hopper GPU with transformer-engine 2.20.0.dev0, which gives its grouped GEMM a scale for each expert; needed: one scale for all",
   ),
   "te python against its library": (
     machine({"transformer-engine-cu13": "2.19.0"}),
@@ -152,7 +172,6 @@ CASES = {
     E,
     "transformer-engine 2.20.2 beside transformer-engine-cu13 2.19.0: Python calls that its library does not have",
   ),
-  "te without extension": (machine({"transformer-engine-jax": None}), JOB, E, "transformer-engine 2.20.2 without its JAX extension"),
   "te extension against cuDNN": (
     machine(te_extension_error="x.so: undefined symbol: cudnnGetExecutionPlanWorkspaceSize"),
     JOB,
@@ -281,6 +300,12 @@ CASES = {
     job(processes_per_node=1),
     W,
     "8 GPUs in one process with jax 0.11.1",
+  ),
+  "several GPUs in a process, te that borrows nothing": (
+    machine(te={"borrows": False}),
+    job(processes_per_node=1),
+    W,
+    "8 GPUs in one process with jax 0.12.0.1 and transformer-engine 2.20.2",
   ),
   "one process for a node": (MACHINE, job(processes_per_node=1), W, "1 processes for 8 GPUs of a node; needed: one process per GPU"),
   "a model that NCCL EP cannot serve": (
@@ -524,11 +549,13 @@ QUIET = {
     job({"attention_type": "mla", "kv_lora_rank": 512, "lora_axes": {"kv_lora": {"fsdp": 128}}}, axes={"fsdp": 128, "expert": 8}),
     "kv_lora_rank",
   ),
-  "another machine has Transformer Engine": (
-    MACHINE,
-    job(refused=dict(found="moe_te.experts=te, and transformer-engine is not installed", needed="b", fix="c")),
-    "not installed",
+  "te that another part cannot use": (
+    machine(te={"problems": {part: dict(found="a", needed="b", fix="c") for part in ("router", "mxfp8", "described")}}),
+    JOB,
+    "a; needed: b",
   ),
+  "te from source, in one package": (machine({"transformer-engine-jax": None, "transformer-engine-cu13": None}), JOB, "transformer-engine"),
+  "te of Blackwell alone, there": (machine(gpus=(B200,) * 8, te={"serves_hopper": False}), JOB, "a Hopper GPU"),
   "said by the run's own check already": (
     MACHINE,
     job({"num_experts": 60}, axes={"expert": 8, "fsdp": 1}, refused=dict(found="num_experts=60 on an expert axis of 8", needed="", fix="")),
@@ -791,6 +818,62 @@ def test_offload_that_nobody_asked_for_is_no_error():
   (finding,) = deep.findings(result)
   assert finding.severity == N and "no offload was compiled: x" in str(finding)
   assert "MiB in host memory" not in deep.text(result)
+
+
+WANTED = dict(router="te", experts="te", transport="auto", recipe="mxfp8")
+ALL = "moe_te.experts=ragged_dot, moe_te.recipe=bf16, moe_te.router=jax, moe_te.transport=xla, attention=cudnn_flash_jax, quantization="
+
+
+@pytest.mark.parametrize(
+  ("engine", "config", "options", "stand_ins"),
+  [
+    (None, {"quantization": "te_mxfp8"}, WANTED, f"{ALL} [Transformer Engine is not installed]"),
+    (None, {"attention": "dot_product"}, {"enabled": False, **WANTED}, ""),
+    (None, {"attention": "dot_product", "num_experts": 1}, WANTED, ""),
+    (
+      None, {"axis_sizes": {"expert": 1}, "attention": "dot_product"}, dict(experts="auto"),
+      "moe_te.experts=ragged_dot [Transformer Engine is not installed]",
+    ),
+    (None, {"attention": "dot_product"}, dict(experts="ragged_dot", transport="xla"), ""),
+    ("2.20.2", {}, WANTED, ""),
+    (
+      "main", {}, dict(experts="te"),
+      "moe_te.transport=xla [transformer-engine 2.20.0.dev0 makes its communicators at once, which takes GPUs]",
+    ),
+  ],
+)  # fmt: skip
+def test_what_cannot_be_compiled_has_a_stand_in_that_is_named(monkeypatch, tmp_path, engine, config, options, stand_ins):
+  """Without Transformer Engine, or with one that cannot be pretended to, the step is compiled all the same; the report says with what."""
+  if engine:
+    te_stub.install(monkeypatch, tmp_path, engine)
+  else:
+    monkeypatch.setattr(deep.te_api, "find", lambda: None)
+  request = deep.Request(words=("base.yml", "model_name=x"), options={"experts": "te"})
+  config = {**CONFIG, **config}
+  changed = deep.without_engine(request, config, MoeTeOptions().as_dict() | options)
+  assert changed.stand_ins == stand_ins
+  chosen = dict(word.split("=") for word in stand_ins.partition(" [")[0].split(", ") if word)
+  assert changed.options == {"experts": "te"} | {key[7:]: value for key, value in chosen.items() if key.startswith("moe_te.")}
+  assert changed.words == (*request.words, *(f"{key}={value}" for key, value in chosen.items() if not key.startswith("moe_te.")))
+
+  result = deep_result() | {"stand_ins": stand_ins}
+  assert [finding.severity for finding in deep.findings(result)] == ([N] if stand_ins else [])
+  assert (f"with stand-ins for Transformer Engine: {stand_ins}" in deep.text(result)) == bool(stand_ins)
+
+
+def test_without_transformer_engine_the_step_is_compiled(monkeypatch, capsys):
+  """Its absence is said once, and does not keep the rest from being looked at."""
+  asked = []
+  monkeypatch.setattr(doctor.facts, "gather", lambda: machine({"transformer-engine": None}, te={}, gpus=()))
+  monkeypatch.setattr(deep.te_api, "find", lambda: None)
+  monkeypatch.setattr(deep, "compile_step", lambda request: asked.append(request) or deep_result() | {"stand_ins": request.stand_ins})
+  resolved = {"words": ["base.yml"], "overlay": "", "options": {}}
+  monkeypatch.setattr(doctor, "read_job", lambda words, machine, args: (job(), resolved))
+  assert doctor.main(["--deep", "--gpu", "H200"]) == 1, "the run asks for it"
+  out = capsys.readouterr().out
+  assert out.count("error: Transformer Engine is not installed") == 1
+  assert "compiled for 8 NVIDIA H200" in out and "note: compiled with moe_te.experts=ragged_dot, moe_te.transport=xla, attention=" in out
+  assert asked[0].options == {"experts": "ragged_dot", "transport": "xla"}
 
 
 def test_a_compiled_step_as_text():

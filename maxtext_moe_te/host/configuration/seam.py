@@ -21,6 +21,8 @@ from maxtext_moe_te.settings.overlay import Overlay
 log = logging.getLogger("maxtext_moe_te")
 
 _PYCONFIG = "maxtext.configs.pyconfig"
+
+
 def config_seams(overlay: Overlay | None, options: MoeTeOptions, checks: Sequence[Callable[[Any], None]] = ()) -> list[Seam]:
   """The seams on MaxText's two ways to a configuration.
 

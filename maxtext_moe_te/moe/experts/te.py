@@ -4,16 +4,16 @@ bfloat16 binds TE's primitive directly instead of calling `grouped_dense`, for o
 constants, and the compiler of JAX 0.11.2 crashes on those in a shard_map in a scan under grad. MXFP8 goes through `grouped_dense`,
 which owns the quantization.
 
-Imports Transformer Engine at call time, never at import.
+Imports Transformer Engine at call time, never at import; `te_api` says before that whether it has what is called here.
 """
 
-import functools
 import importlib
 
 import jax
 import jax.numpy as jnp
 
 from maxtext_moe_te.errors import RefusedError
+from maxtext_moe_te.moe import te_api
 
 MXFP8_BLOCK = 128  # rows per expert and both widths must be multiples of this
 
@@ -71,6 +71,7 @@ def _bind(lhs, rhs, group_sizes, *, ragged: str, out_shape, transpose_kernels: b
   none_int = jax.lax.slice(group_sizes, (0,), (0,))
   none_float = none_int.astype(jnp.float32)
   both = ragged == "both"
+  alphas = te_api.alphas(group_sizes.size)
   left, right = lhs.shape
   rhs_left = rhs.shape[0] if both else rhs.shape[0] * rhs.shape[1]
   (out,) = _gemm_module().GroupedGemmPrimitive.outer_primitive.bind(
@@ -85,8 +86,8 @@ def _bind(lhs, rhs, group_sizes, *, ragged: str, out_shape, transpose_kernels: b
     none_int,
     none_int if both else group_sizes,  # result rows
     none_int,
-    jnp.ones((_scalars(group_sizes.size),), jnp.float32),  # alpha
-    jnp.zeros((_scalars(group_sizes.size),), jnp.float32),  # beta
+    jnp.ones((alphas,), jnp.float32),
+    jnp.zeros((alphas,), jnp.float32),  # betas
     lhs_is_trans=both,
     rhs_is_trans=transpose_kernels,
     scaling_mode=ScalingMode.NO_SCALING.value,
@@ -108,12 +109,6 @@ def _bind(lhs, rhs, group_sizes, *, ragged: str, out_shape, transpose_kernels: b
 def _gemm_module():
   # Not `from … import gemm`: the package has a function of that name.
   return importlib.import_module("transformer_engine.jax.cpp_extensions.gemm")
-
-
-@functools.cache
-def _scalars(groups: int) -> int:
-  """How many alphas and betas the kernel takes: one per group from Blackwell on, one in all before."""
-  return groups if _gemm_module()._v2_grouped_gemm_supports_per_group_alpha_beta() else 1
 
 
 def grouped_matmul_mxfp8(rows: jax.Array, kernels: jax.Array, group_sizes: jax.Array) -> jax.Array:

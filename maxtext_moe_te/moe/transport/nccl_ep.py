@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_moe_te.errors import RefusedError
+from maxtext_moe_te.moe import te_api
+from maxtext_moe_te.moe.capacity import receive_rows
 from maxtext_moe_te.moe.transport.base import Dispatched
 
 ALIGNMENT = 128  # rows per expert come in multiples of this: what every grouped GEMM recipe of TE accepts
@@ -80,16 +82,14 @@ class Bootstrap:
 
   @property
   def capacity(self) -> int:
-    """R, exactly as TE computes it."""
-    from transformer_engine.jax.moe import get_moe_recv_capacity_per_rank
-
-    return get_moe_recv_capacity_per_rank(
-      num_experts=self.num_experts,
-      num_experts_per_tok=self.experts_per_token,
-      max_tokens_per_rank=self.max_tokens_per_rank,
-      ep_size=self.ranks,
-      recv_capacity_factor=self.capacity_factor or None,
+    """R, in rows."""
+    return receive_rows(
+      tokens_per_rank=self.max_tokens_per_rank,
+      ranks=self.ranks,
+      experts_per_token=self.experts_per_token,
+      local_experts=self.num_experts // self.ranks,
       alignment=ALIGNMENT,
+      capacity_factor=self.capacity_factor,
     )
 
 
@@ -140,9 +140,7 @@ def check_local_devices() -> None:
   Raises:
     RefusedError: with the two ways out.
   """
-  from transformer_engine.jax.cpp_extensions import ep
-
-  if jax.local_device_count() > 1 and not ep.use_nccl_comm_from_xla():
+  if jax.local_device_count() > 1 and not te_api.shares_communicators():
     raise RefusedError(
       found=f"{jax.local_device_count()} GPUs in one process, with a Transformer Engine or JAX that cannot share XLA's communicators",
       needed="JAX 0.11.2 or newer and a Transformer Engine built against it, or one GPU per process",

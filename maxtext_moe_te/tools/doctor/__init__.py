@@ -76,7 +76,7 @@ def main(words: list[str]) -> int:
     from maxtext_moe_te.tools import deep, gradients
 
     request = _request(resolved, job, args, here)
-    report["deep"], found = _deep(request)
+    report["deep"], found = _deep(deep.without_engine(request, job.config, job.options))
     findings += found
     # Gradients can be compared on a GPU even where nothing can be compiled for described ones.
     moved = list(report["deep"]["names"] if report["deep"] else job.options.get("offload") or deep.OFFLOAD)

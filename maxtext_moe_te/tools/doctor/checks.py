@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from maxtext_moe_te import versions
 from maxtext_moe_te.errors import MoeTeError
-from maxtext_moe_te.moe import te_runtime
+from maxtext_moe_te.moe import te_api, te_runtime
 from maxtext_moe_te.settings import xla_flags
 from maxtext_moe_te.tools.doctor.facts import Job, Machine, seen
 
@@ -111,22 +111,18 @@ def versions_of(name):
 
 @check
 def jax(machine, job):
-  found = machine.packages.get("jax")
-  supported = versions.SUPPORTED["jax"]
+  found, lib = machine.packages.get("jax"), machine.packages.get("jaxlib")
+  install = "pip install 'jax[cuda13]>=0.12'"
   if found is None:
-    yield _error("jax is not installed", f"jax{supported.versions}", "pip install 'jax[cuda13]>=0.12'", "versions.py")
+    yield _error("jax is not installed", f"jax {versions.JAX_FLOOR} or newer", install, "versions.py")
     return
-  if found not in versions_of("jax"):
-    yield _error(
-      f"jax {found} is installed",
-      f"jax{supported.versions} ({supported.reason})",
-      "pip install 'jax[cuda13]>=0.12'",
-      "https://github.com/openxla/xla/pull/46231",
-    )
-  elif found in supported.hazards and machine.gpus:
-    yield _warning(f"jax {found}: {supported.hazards[found]}", "0.12 or newer", "pip install 'jax[cuda13]>=0.12'", "measured with 0.11.2")
-  lib = machine.packages.get("jaxlib")
-  if lib is not None and Version(lib).release[:3] != Version(found).release[:3]:
+  if problem := versions.jaxlib_problem(lib):
+    yield _error(problem, f"{versions.JAX_FLOOR} or newer ({versions.JAX_REASON})", install, "https://github.com/openxla/xla/pull/46231")
+  elif machine.jax_refused:
+    yield _error(**machine.jax_refused, source="JAX's own source")
+  elif (hazard := versions.jax_hazard(lib)) and machine.gpus:
+    yield _warning(f"jaxlib {lib}: {hazard}", "0.12 or newer", install, "measured with 0.11.2")
+  if lib is not None and versions.release(lib) != versions.release(found):
     yield _error(f"jax {found} beside jaxlib {lib}", "the same version of both", f"pip install 'jaxlib=={found}'", "JAX's version check")
   for plugin in ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt"):
     version = machine.packages.get(plugin)
@@ -144,7 +140,7 @@ def jax(machine, job):
       "pip install 'jax[cuda13]'",
       "JAX's installation guide",
     )
-  if Version(found) >= Version("0.12") and Version(machine.python) < Version("3.12"):
+  if versions.release(found) >= (0, 12, 0) and Version(machine.python) < Version("3.12"):
     yield _error(f"Python {machine.python} with jax {found}", "Python 3.12 or newer", "use a Python 3.12", "jax 0.12's metadata")
 
 
@@ -184,26 +180,38 @@ def _wants_te(machine, job):
   return _asks_te(job) or (job.options.get("experts", "auto") == "auto" and bool(machine.gpus) and job.options.get("enabled", True))
 
 
+def _te_parts(machine, job):
+  """The parts of Transformer Engine that the run uses, and how bad it is if one cannot be used."""
+  option, on = job.options.get, job.options.get("enabled", True)
+  if job.config.get("hardware", "").startswith("gpu"):
+    yield "context", _error
+  if on and option("recipe") == "mxfp8":
+    yield "mxfp8", _error
+  elif on and (option("experts") == "te" or _wants_te(machine, job)):
+    yield "experts", _error if option("experts") == "te" else _warning
+  if on and option("router") == "te":
+    yield "router", _error
+  if job.expert_parallel:
+    yield "nccl_ep", _ep_severity(job)
+
+
 @check
 def transformer_engine(machine, job):
-  found = machine.packages.get("transformer-engine") or machine.packages.get("transformer-engine-jax")
-  supported = versions.SUPPORTED["transformer-engine"]
-  if found is None:
+  found = machine.packages.get("transformer-engine")
+  if found is None and not machine.te:
     if _wants_te(machine, job):
       yield (_error if _asks_te(job) else _warning)(
         "Transformer Engine is not installed",
-        f"transformer-engine{supported.versions}; without it expert products are slower",
+        f"transformer-engine, as {te_api.TESTED}; without it expert products are slower",
         "pip install 'maxtext-moe-te[gpu]'",
         "measured on H200: tests/benchmarks",
       )
     return
-  if found not in versions_of("transformer-engine"):
-    yield _error(
-      f"transformer-engine {found} is installed",
-      f"transformer-engine{supported.versions} ({supported.reason})",
-      "pip install 'transformer-engine[jax]==2.20.2'",
-      "versions.py",
-    )
+  for part, make in _te_parts(machine, job):
+    if refused := machine.te.get("problems", {}).get(part):
+      yield make(**refused, source="its source, and its JAX extension")
+  if found is None:
+    return
   for name in ("transformer-engine-jax", "transformer-engine-cu13", "transformer-engine-cu12"):
     version = machine.packages.get(name)
     if version is not None and version != found:
@@ -213,13 +221,6 @@ def transformer_engine(machine, job):
         f"pip install '{name}=={found}'",
         "ep_bootstrap: unexpected keyword; nvte_built_with_cublasmp: ImportError",
       )
-  if "transformer-engine-jax" not in machine.packages:
-    yield _error(
-      f"transformer-engine {found} without its JAX extension",
-      "transformer-engine-jax of the same version",
-      f"pip install --no-build-isolation 'transformer-engine-jax=={found}'",
-      "Transformer Engine's installation guide",
-    )
   error = machine.te_extension_error
   # A library that cannot be opened is no proof: Transformer Engine searches more folders than the loader.
   if error and ("undefined symbol" in error or "not found (required by" in error):
@@ -297,6 +298,8 @@ def cublas(machine, job):
     "Transformer Engine 2.20's cublaslt_grouped_gemm.cu; 13.2: https://github.com/NVIDIA/TransformerEngine/issues/2765",
     make,
   )
+  serves_hopper, version = machine.te.get("serves_hopper", True), machine.packages.get("transformer-engine")
+  yield from _asked(lambda: te_api.check_gpu(machine.capability, serves_hopper, version), "its cpp_extensions/gemm.py", make)
 
 
 @check
@@ -314,8 +317,8 @@ def nccl(machine, job):
   if machine.gpus and job.gpus > 1 and library is None:
     yield _error("no libnccl.so.2", "NCCL for more than one GPU", "pip install 'nvidia-nccl-cu13>=2.32.3'", "XLA loads it at run time")
   if job.expert_parallel and library and library.version:
-    source = "NCCL EP 0.2.0 compares with the version it was built with, 2.32.3"
-    yield from _asked(lambda: te_runtime.check_nccl(library.version), source, _ep_severity(job))
+    source = "Transformer Engine itself, or NCCL EP 0.2.0, which compares with the version it was built with, 2.32.3"
+    yield from _asked(lambda: te_runtime.check_nccl(library.version, machine.te.get("nccl_floor")), source, _ep_severity(job))
 
 
 # GPUs
@@ -460,11 +463,11 @@ def expert_parallel(machine, job):
       "https://github.com/NVIDIA/nccl/issues/2186",
     )
   if job.processes_per_node and job.processes_per_node < job.gpus_per_node:
-    version = machine.packages.get("jax")
-    if version and Version(version) < Version("0.11.2"):
+    version, engine = machine.packages.get("jax"), machine.packages.get("transformer-engine")
+    if version and (versions.release(version) < (0, 11, 2) or not machine.te.get("borrows", True)):
       yield make(
-        f"{job.gpus_per_node // job.processes_per_node} GPUs in one process with jax {version}{instead}",
-        "jax 0.11.2 or newer, where Transformer Engine borrows XLA's communicators, or one GPU per process",
+        f"{job.gpus_per_node // job.processes_per_node} GPUs in one process with jax {version} and transformer-engine {engine}{instead}",
+        "jax 0.11.2 or newer and a Transformer Engine that borrows XLA's communicators (2.20.2), or one GPU per process",
         "start one process per GPU",
         "Transformer Engine 2.20's ep.py",
       )
@@ -708,8 +711,7 @@ def host_memory(machine, job):
 
 @check
 def refused(machine, job):
-  elsewhere = "transformer-engine is not installed"  # of the installation that resolved the job; `transformer_engine` judges the machine's
-  if job.refused and "maxtext" in machine.packages and elsewhere not in job.refused["found"]:
+  if job.refused and "maxtext" in machine.packages:
     yield _error(job.refused["found"], job.refused["needed"], job.refused["fix"], "the run's own check")
 
 

@@ -7,7 +7,7 @@ processes that end.
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -17,7 +17,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from maxtext_moe_te.moe import te_runtime
+from maxtext_moe_te import versions
+from maxtext_moe_te.errors import VersionError
+from maxtext_moe_te.moe import te_api, te_runtime
 
 PACKAGES = (
   "maxtext-moe-te", "maxtext", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt", "flax",
@@ -69,6 +71,8 @@ class Machine:
     nccl_headers: version of the NCCL headers found for the NCCL that is loaded, or None.
     nvcc, gxx: paths of the compilers, or None.
     jit_cache: whether NCCL_EP_JIT_CACHE_DIR, or without it the home folder, can be written to.
+    jax_refused: found, needed and fix, where JAX has not what the plugin calls, or a compiler that is wrong.
+    te: `te_api.Api.facts` of Transformer Engine; empty without one.
     te_extension_error: what the loader says of Transformer Engine's JAX extension, or None.
     imported_at_start: of jax and transformer_engine, what a fresh interpreter imports by itself, in order.
     host_memory_bytes: available.
@@ -89,6 +93,8 @@ class Machine:
   nvcc: str | None = None
   gxx: str | None = None
   jit_cache: bool = True
+  jax_refused: dict[str, str] | None = None
+  te: dict[str, Any] = dataclasses.field(default_factory=dict)
   te_extension_error: str | None = None
   imported_at_start: tuple[str, ...] = ()
   host_memory_bytes: int = 0
@@ -202,11 +208,11 @@ def gather() -> Machine:
   libraries, cudnn_parts, extension_error, nccl_files = _loaded()
   nccl = libraries.get("libnccl.so.2")
   headers = te_runtime._nccl_headers(nccl.version) if nccl and nccl.version else None
-  nvcc = te_runtime._nvcc()
+  nvcc, engine = te_runtime._nvcc(), te_api.find()
   gpus, driver = _gpus()
   return Machine(
     python=platform.python_version(),
-    packages={name: version for name in PACKAGES if (version := _version(name))},
+    packages={name: version for name in PACKAGES if (version := versions.installed(name))},
     variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     gpus=gpus,
     driver=driver,
@@ -218,6 +224,8 @@ def gather() -> Machine:
     nvcc=str(nvcc) if nvcc else None,
     gxx=shutil.which("g++"),
     jit_cache=_writable(Path(os.environ.get("NCCL_EP_JIT_CACHE_DIR") or os.path.expanduser("~"))),
+    jax_refused=_jax_refused(),
+    te=engine.facts() if engine else {},
     te_extension_error=extension_error,
     imported_at_start=_imported_at_start(),
     host_memory_bytes=_available_memory(),
@@ -225,11 +233,11 @@ def gather() -> Machine:
   )
 
 
-def _version(name):
+def _jax_refused():
   try:
-    return importlib.metadata.version(name)
-  except importlib.metadata.PackageNotFoundError:
-    return None
+    versions.check_jax()
+  except VersionError as error:
+    return error.fields
 
 
 # Run by a fresh interpreter, so that what it loads is what a training process would find and nothing of it stays.

@@ -31,7 +31,7 @@ MOST_TRANSPORT_ERROR = 0.02
 def run(machine, job) -> tuple[dict, list[Finding]]:
   """(what each probe printed, findings)."""
   wanted = {"offload": 1}
-  if "transformer-engine" in machine.packages and machine.capability.split(".")[0] in ("9", "10", "11"):
+  if machine.te and machine.capability.split(".")[0] in ("9", "10", "11"):
     wanted["grouped-gemm"] = 1
     if job.expert_parallel or not job.config:
       wanted["expert-parallel"] = 2
@@ -120,9 +120,12 @@ def grouped_gemm() -> dict:
   import jax.numpy as jnp
   import numpy as np
 
-  from maxtext_moe_te.moe import te_runtime
+  from maxtext_moe_te.moe import te_api, te_runtime
   from maxtext_moe_te.moe.experts import reference, te
 
+  engine = te_api.installed()
+  engine.require("experts")
+  engine.check_gpu(jax.devices()[0].compute_capability)
   te_runtime.check_grouped_gemm(jax.devices()[0].compute_capability)
   rows = jax.random.normal(jax.random.key(0), (ROWS, WIDTH), jnp.bfloat16)
   weights = jax.random.normal(jax.random.key(1), (EXPERTS, WIDTH, EXPERT_WIDTH), jnp.bfloat16)
@@ -173,9 +176,10 @@ def expert_parallel(rank: int, ranks: int, port: int, one_gpu: bool) -> dict:
   """How far tokens that are dispatched, weighted with weights that add up to 1, and combined, are from themselves."""
   import jax
 
-  from maxtext_moe_te.moe import te_runtime
+  from maxtext_moe_te.moe import te_api, te_runtime
 
-  te_runtime.prepare_nccl_ep()  # refuses on every rank, before they wait for each other
+  te_api.installed().require("nccl_ep")  # refuses on every rank, before they wait for each other
+  te_runtime.prepare_nccl_ep()
   jax.distributed.initialize(f"127.0.0.1:{port}", ranks, rank, local_device_ids=[0 if one_gpu else rank])
   import jax.numpy as jnp
   import numpy as np

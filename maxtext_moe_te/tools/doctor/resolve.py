@@ -23,7 +23,8 @@ def main() -> int:
   request = json.load(sys.stdin)
   from maxtext.configs import pyconfig
 
-  from maxtext_moe_te.host import checks, configuration, expert_group, parts, patching, remat, rules_from_config, selfcheck
+  from maxtext_moe_te.host import checks, expert_group, parts, patching, remat, rules_from_config, selfcheck
+  from maxtext_moe_te.host.configuration.seam import config_seams
   from maxtext_moe_te.settings import overlay as overlays
   from maxtext_moe_te.settings.config import MoeTeOptions
 
@@ -34,7 +35,7 @@ def main() -> int:
     gpus = request["domains"] * request["per_domain"]
     described = ["compile_topology=described", "internal_compile=true", f"internal_compile_num_devices={gpus}"]
     words = [*request["words"], *described, f"compile_topology_num_slices={request['domains']}", "log_config=false"]
-    seams = configuration.config_seams(overlay, options)
+    seams = config_seams(overlay, options)
     with patching.apply_all(seams):
       config = pyconfig.initialize(["maxtext-moe-te", *words])
     answer["config"] = {key: plain(getattr(config, key)) for key in KEYS if hasattr(config, key)}
@@ -50,7 +51,7 @@ def main() -> int:
       )
     answer["selfcheck"] = selfcheck.settle(config, options)
     if options.enabled:
-      parts.check_options(options)  # last: of what is installed here, which may not be where the job runs
+      parts.check_recipe(options)  # not Transformer Engine: the checks judge that of the machine where the job is to run
   except MoeTeError as error:
     answer["refused"] = error.fields
   except Exception as error:  # MaxText's own refusal: shown as it is
