@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from maxtext.configs import pyconfig, types
 from maxtext.layers import moe
 
-from maxtext_moe_te.host import known, one_layer, step
+from maxtext_moe_te.host import known, one_layer
 from maxtext_moe_te.settings.config import MoeTeOptions
 
 _BASE = pyconfig.__file__.replace("pyconfig.py", "base.yml")
@@ -85,6 +85,8 @@ def _one_device(devices, words):
 
 def _of_step(request, microbatches):
   """One train step, with the plugin and without it: the loss, every gradient, and the router biases after it."""
+  from maxtext_moe_te.host import step  # imports MaxText's trainer, which a layer does not need
+
   mesh = request["mesh"]
   devices = math.prod(mesh.values())
   per_device = _BATCH // min(devices, _BATCH) * microbatches

@@ -33,7 +33,7 @@ def _routed_moe(module, options, inputs, input_ids, gate_inputs, forced_routed_e
   config = module.config
   if module.wi_0_sparsity_module is not None:
     raise RefusedError(found="weight sparsity in the expert products", needed="dense expert weights", fix="remove the sparsity rule")
-  spec = rules_from_config.layer_spec(config, hash_routing=module.is_hash_routing)
+  spec = rules_from_config.layer_spec(config, hash_routing=getattr(module, "is_hash_routing", False))
   inputs = inputs.astype(spec.dtype)
   layout = layout_of(module, inputs)
   gate_dtype = jnp.float32 if config.float32_gate_logits else config.dtype

@@ -10,6 +10,7 @@ COMMON = dict(
   override_model_config="true", hardware="cpu", skip_jax_distributed_system="true", log_config="false", enable_checkpointing="false",
   dtype="float32", weight_dtype="float32", grad_dtype="float32", matmul_precision="highest", quantization="''", attention="dot_product",
   base_emb_dim="64", base_mlp_dim="48", base_moe_mlp_dim="48", vocab_size="256", max_target_length="32", max_prefill_predict_length="16",
+  pure_nnx="true", enable_nnx="true", pure_nnx_decoder="true",
   sparse_matmul="true", megablox="false", capacity_factor="-1", shard_mode="auto",
 )  # fmt: skip
 # Besides, for a whole model.

@@ -196,7 +196,12 @@ def _rules_of_this_source(config):
   has = features.of_host()
   here, newer = f"this MaxText ({source.version()})", "the source of MaxText 0.2.5 or newer"
   linen = [key for key in ("pure_nnx", "enable_nnx", "pure_nnx_decoder") if not getattr(config, key, True)]
-  yield bool(linen), f"{' and '.join(f'{key}=false' for key in linen)}, the model built with Linen", "pure_nnx=true", "remove it"
+  yield (
+    bool(linen),
+    f"{' and '.join(f'{key}=false' for key in linen)}, the model built with Linen",
+    "a model built with NNX",
+    f"set {' '.join(f'{key}=true' for key in linen)}",
+  )
   bias_free = config.model_name.startswith(BIAS_FREE_WEIGHTS)
   yield (
     bias_free and config.routed_bias and not config.model_name.startswith(has.bias_free_weights),

@@ -78,10 +78,11 @@ def root(package: str = PACKAGE) -> Path:
 
 def version(package: str = PACKAGE) -> str:
   """What the source says its version is; metadata may belong to another copy. "unknown" where it says nothing."""
-  path = root(package) / "version.py"
-  text = path.read_text(encoding="utf-8") if path.is_file() else ""
-  found = re.search(r"""^__version__\s*=\s*["']([^"']+)["']""", text, re.M)
-  return found.group(1) if found else "unknown"
+  for path in (root(package) / "version.py", root(package) / "__init__.py"):
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if found := re.search(r"""^__version__\s*=\s*["']([^"']+)["']""", text, re.M):
+      return found.group(1)
+  return "unknown"
 
 
 def function(target: str) -> Function | None:
