@@ -212,7 +212,9 @@ def _check_words(argv, kwargs):
 
 
 def _check_keys(found):
-  ignored = () if found.resolved(found.overlay.maxtext).get("use_multimodal") else types.Multimodal.model_fields
+  ignored = (
+    () if found.resolved(found.overlay.maxtext).get("use_multimodal") else getattr(getattr(types, "Multimodal", None), "model_fields", ())
+  )
   sources = [
     (found.words, lambda key: "on the command line"),
     (found.kwargs, lambda key: "among the keyword arguments"),

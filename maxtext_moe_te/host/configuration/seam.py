@@ -5,6 +5,7 @@ It does not judge models: the checks it is given do, on the resolved configurati
 
 import contextlib
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -49,7 +50,7 @@ def config_seams(overlay: Overlay | None, options: MoeTeOptions, checks: Sequenc
     Seam(
       target=f"{_PYCONFIG}:{name}",
       replace=replace,
-      passes=("argv", "config_class"),
+      passes=("argv",),
       reason="every MaxText entry point resolves its configuration here",
     )
     for name in ("initialize", "initialize_pydantic")
@@ -68,11 +69,24 @@ def resolved(original: Callable, argv, config_class: type, options: MoeTeOptions
     OptionError: MaxText refuses a value, or several that do not go together.
     RefusedError: the model would drop tokens, or run on MaxText's own Transformer Engine path.
   """
-  with _in_one_line():
-    config = original(argv, config_class=relaxed(config_class, options), **kwargs)
+  with _in_one_line(), _of_class(original, relaxed(config_class, options)) as more:
+    config = original(argv, **more, **kwargs)
   if options.enabled:
     _check_dropless(config)
   return config
+
+
+@contextlib.contextmanager
+def _of_class(original, config_class):
+  """The keywords by which MaxText's function takes a class; where it takes none, it looks the class up by name in each call."""
+  if "config_class" in inspect.signature(inspect.unwrap(original)).parameters:
+    yield {"config_class": config_class}
+    return
+  standing, types.MaxTextConfig = types.MaxTextConfig, config_class
+  try:
+    yield {}
+  finally:
+    types.MaxTextConfig = standing
 
 
 @contextlib.contextmanager
