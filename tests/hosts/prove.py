@@ -5,6 +5,7 @@ the kinds that MaxText's step treats differently. What the plugin refuses in tha
 """
 
 import argparse
+import importlib.machinery
 import importlib.util
 import json
 import os
@@ -34,7 +35,7 @@ def main() -> int:
   sys.path.insert(0, str(arguments.tree))
   if importlib.util.find_spec("tensorflow") is None:
     # Older trees import it to hide GPUs from it, and read no data with it here.
-    sys.modules |= {name: unittest.mock.MagicMock(__spec__=None) for name in TENSORFLOW}
+    sys.modules |= {name: unittest.mock.MagicMock(__spec__=importlib.machinery.ModuleSpec(name, None)) for name in TENSORFLOW}
   print(json.dumps({"tree": arguments.tree.name, **prove(arguments.models, arguments.steps)}), flush=True)
   return 0
 

@@ -230,7 +230,7 @@ def _check_keys(found):
           needed="overlay= and moe_te. words given to maxtext-moe-te, or a call of maxtext_moe_te.activate",
           fix="start the run with maxtext-moe-te train or run",
         )
-      if key not in ignored and not pyconfig._check_for_invalid_keys(key, found.fields):
+      if key not in ignored and not _is_key(key, found.fields):
         near = nearest(key, names(found.fields))
         raise OptionError(
           found=f"unknown MaxText key {key!r} {where(key)}",
