@@ -14,7 +14,7 @@ ifneq ($(shell $(PYTHON_BIN) -c "import sys; print(open(sys.prefix + '/.ready').
 .PHONY: $(READY)
 endif
 
-.PHONY: help demo test test-te test-gpu test-install dist check lock clean
+.PHONY: help demo test test-isas test-te test-gpu test-install dist check lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 19
@@ -25,6 +25,10 @@ demo: $(READY) ## train a small DeepSeek-V3-style model on real text on this mac
 # Two workers, each test file in one of them: importing MaxText costs each worker seconds, so more of them gain little.
 test: $(READY) ## run the tests that need no GPU
 	$(PYTHON_BIN) -m pytest tests -q -n 2 --dist loadfile --require-host --require-dist --require-plot $(ARGS)
+
+# Without this environment: python3 -m tests.isas
+test-isas: $(READY) ## run the tests that compare numbers under each instruction set and several numbers of threads
+	$(PYTHON_BIN) -m tests.isas $(ARGS)
 
 # TE_WHEEL: a wheel of transformer-engine-jax 2.20.2 built for this Python and CUDA 13; without one, pip compiles it for minutes.
 TE_WHEEL ?=

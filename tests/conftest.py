@@ -22,6 +22,7 @@ def pytest_addoption(parser):
   parser.addoption("--record-parity", action="store_true", help="write the errors that test_every_model.py measures")
   parser.addoption("--fuzz-cases", type=int, help="how many cases test_fuzz.py compares, and record the result")
   parser.addoption("--fuzz-seed", type=int, default=0, help="which cases")
+  parser.addoption("--record-errors", metavar="FILE", help="write what share of its bound each error takes, a JSON line each")
 
 
 def pytest_configure(config):
@@ -29,6 +30,8 @@ def pytest_configure(config):
     raise pytest.UsageError("jax was imported before the tests could choose its platform")
   os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {os.environ.get('XLA_FLAGS', '')}".strip()
   os.environ.setdefault("DECOUPLE_GCLOUD", "TRUE")
+  if config.getoption("--record-errors"):
+    os.environ["MOE_TE_RECORD_ERRORS"] = os.path.abspath(config.getoption("--record-errors"))
   if not required(config, "gpu"):
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
   else:
@@ -43,6 +46,12 @@ def pytest_runtest_setup(item):
         pytest.fail(f"{kind} tests are required and cannot run: {reason}", pytrace=False)
       if reason:
         pytest.skip(reason)
+
+
+@pytest.fixture
+def on_purpose(monkeypatch):
+  """For a test that makes errors to see them found: they are no measure of anything, so --record-errors leaves them out."""
+  monkeypatch.delenv("MOE_TE_RECORD_ERRORS", raising=False)
 
 
 def required(config, kind):

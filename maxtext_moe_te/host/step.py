@@ -178,7 +178,7 @@ def _state(config, mesh, keep_gradients):
   of_mesh = {"mesh": mesh} if features.of_host().optimizer_takes_mesh else {}
   optimizer = optimizers.get_optimizer(config, maxtext_utils.create_learning_rate_schedule(config), model, **of_mesh)
   if keep_gradients:
-    optimizer = optax.chain(optax.GradientTransformation(lambda params: _Gradients(params), _keep), optimizer)
+    optimizer = keeping_gradients(optimizer)
 
   def make():
     model = make_model()
@@ -186,6 +186,11 @@ def _state(config, mesh, keep_gradients):
 
   state, _, shardings = maxtext_utils.get_abstract_state(config, mesh, make, True)
   return make, state, shardings
+
+
+def keeping_gradients(optimizer):
+  """The optimizer, its state holding the gradients it was given last, see `gradients`."""
+  return optax.chain(optax.GradientTransformation(lambda params: _Gradients(params), _keep), optimizer)
 
 
 @jax.tree_util.register_dataclass
@@ -202,7 +207,7 @@ def _keep(gradients, state, params=None):
 
 
 def gradients(state) -> dict[str, np.ndarray]:
-  """The gradients in the state after a step that was built with `keep_gradients`, on the host."""
+  """The gradients in the state after a step that kept them, on the host."""
   leaves = jax.tree_util.tree_leaves_with_path(state)
   return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves if "kept_gradients" in jax.tree_util.keystr(path)}
 

@@ -111,9 +111,9 @@ def test_auto_says_why_not(tmp_path, caplog):
 
 def test_losses_with_sums_in_bfloat16(tmp_path):
   words = [*QWEN3, *EXPERT2, "dtype=bfloat16", "steps=6"]
-  layerwise, once = (losses(helpers.train(tmp_path, words, options=MoeTeOptions(cast_weights=c))) for c in ("layer", "step"))
-  assert once == pytest.approx(layerwise, rel=tolerances.BFLOAT16_TRAINING_LOSS)
-  assert once != layerwise and once[-1] < once[0] - 0.1
+  layerwise, once = (helpers.train(tmp_path, words, options=MoeTeOptions(cast_weights=c)) for c in ("layer", "step"))
+  helpers.assert_same_losses(once, layerwise, moved=0.05, bound=tolerances.BFLOAT16_TRAINING_LOSS)
+  assert losses(once) != losses(layerwise)
 
 
 def test_weights_in_host_memory(tmp_path):

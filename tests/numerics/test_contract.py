@@ -76,12 +76,12 @@ def losing(grouped_matmul):
 
 
 @pytest.mark.parametrize("name", ["softmax", "sequence_33"])
-def test_the_contract_can_be_broken(name):
+def test_the_contract_can_be_broken(name, on_purpose):
   with pytest.raises(AssertionError, match="relative errors over their bound"):
     TestLocalReference().compare(contract.CASES[name], around=losing)
 
 
-def test_garbage_is_seen_where_it_is_read():
+def test_garbage_is_seen_where_it_is_read(on_purpose):
   """Rows declared unused are filled with NaN: a layer that read one of them would not stay finite."""
   shrinking = lambda product: lambda rows, kernels, sizes: contract.with_garbage(product)(rows, kernels, sizes.at[-1].add(-1))
   with pytest.raises(AssertionError):

@@ -23,7 +23,7 @@ from maxtext_moe_te.moe.routing import BalanceLoss, RouterInputs
 from maxtext_moe_te.moe.rules import ExpertRule, RouterRule, Selection, Weighting
 from maxtext_moe_te.moe.transport.local import LocalTransport
 from maxtext_moe_te.moe.transport.xla import XlaTransport
-from tests import tolerances
+from tests import helpers, tolerances
 from tests.numerics import contract, oracle
 
 RESULT = Path(__file__).with_name("fuzz_result.json")
@@ -182,7 +182,7 @@ def compare(problem: Problem, arrays, cotangent):
     bound = tolerances.FLOAT32_FORWARD if name in contract.FORWARD else tolerances.FLOAT32_GRADIENT
     scale = max(np.linalg.norm(wanted), 0.01 * terms if name in ("d_logits", "d_bias", "d_expert_scale") else 0.0)
     error = np.linalg.norm(np.asarray(actual[name], np.float64) - wanted)
-    assert error <= bound * scale, f"{name}: error {error:.1e} of {scale:.1e}"
+    assert helpers.within(name, error, bound * scale), f"{name}: error {error:.1e} of {scale:.1e}"
 
 
 def test_fuzz(request):

@@ -62,7 +62,7 @@ def test_equals_dense_path(maxtext_results, family):
   helpers.assert_close(actual, expected, forward=tolerances.FLOAT32_FORWARD, gradient=tolerances.FLOAT32_GRADIENT)
 
 
-def test_the_comparison_can_fail(maxtext_results):
+def test_the_comparison_can_fail(maxtext_results, on_purpose):
   expected = dict(maxtext_results("mixtral", True, False))
   wrong = {**expected, "d_wo": expected["d_wo"] * (1 + 2e-4)}
   with pytest.raises(AssertionError, match="d_wo"):
