@@ -37,7 +37,7 @@ TE_BIN := .venv-te/bin
 test-te: $(BIN)/uv ## compile the Transformer Engine parts for GPUs that are not there, and check what came out
 	@test -x $(TE_BIN)/python || $$(sh container/find_python.sh) -m venv .venv-te
 	$(BIN)/uv pip install --quiet --python $(TE_BIN)/python --require-hashes -r requirements.lock
-	$(BIN)/uv pip install --quiet --python $(TE_BIN)/python --no-deps -r container/te-compile.txt -e .
+	$(BIN)/uv pip install --quiet --python $(TE_BIN)/python --no-deps -r container/pinned.txt -e .
 	$(BIN)/uv pip install --quiet --python $(TE_BIN)/python --no-deps --no-build-isolation $(or $(TE_WHEEL),transformer-engine-jax==2.20.2)
 	$(TE_BIN)/python -m pytest tests/te -q --require-te $(ARGS)
 

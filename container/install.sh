@@ -5,14 +5,23 @@
 # fails ends it, and the image is not built.
 #
 #   PYTHON    the interpreter (python3)
-#   PATCHES   packages whose source patches are applied ("maxtext transformer_engine"; "" for none). A tree that the patches were not
-#             made for ends the build.
+#   STACK     base (the default): the image's own software, from main branches of its day, judged by `doctor` and left alone.
+#             pinned: the environment that pinned.sh made, with the source patches.
+#   PATCHES   packages whose source patches are applied, or "none"; in place of what STACK says. A tree that the patches were not made
+#             for ends the build.
 #   NCCL_EP_JIT_CACHE_DIR, JAX_COMPILATION_CACHE_DIR   caches made for every user, if set
 set -eu
 umask 022
 
 wheel=${1:?usage: install.sh WHEEL}
 python=${PYTHON:-python3}
+case ${STACK:=base} in
+  base) patches=none ;;
+  pinned) patches="maxtext transformer_engine" ;;
+  *) echo "install.sh: STACK=$STACK; needed: base or pinned" >&2 && exit 2 ;;
+esac
+patches=${PATCHES:-$patches}
+[ "$patches" != none ] || patches=
 : "${SOURCE_DATE_EPOCH:=1767225600}" # 2026-01-01; given any, Python's bytecode names its source by hash and not by time
 export SOURCE_DATE_EPOCH
 
@@ -23,7 +32,7 @@ export PYTHONDONTWRITEBYTECODE=1
 plugin() { "$python" -m maxtext_moe_te "$@"; }
 plugin --version
 
-for package in ${PATCHES-maxtext transformer_engine}; do
+for package in $patches; do
   plugin patch check "$package"
   plugin patch apply "$package"
 done

@@ -1,15 +1,18 @@
 """The image's steps in an environment laid out like MaxText's container, and the script that builds the image with Docker played."""
 
+import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sysconfig
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
 
+from maxtext_moe_te.moe import te_api
 from tests import environments
 
 CONTAINER = environments.ROOT / "container"
@@ -52,6 +55,10 @@ def test_the_steps_of_the_image(image, wheel, tmp_path):
   released = {path: path.read_bytes() for path in source.rglob("*.py")}
   before = environments.own_files(python.parents[1])
 
+  done = install(image, wheel)
+  assert done.returncode == 0, done.stdout + done.stderr
+  assert all(path.read_bytes() == content for path, content in released.items()), "STACK=base leaves the image's own software alone"
+
   done = install(image, wheel, PATCHES="maxtext", NCCL_EP_JIT_CACHE_DIR=str(cache))
   assert done.returncode == 0, done.stdout + done.stderr
 
@@ -73,6 +80,81 @@ def test_the_steps_of_the_image(image, wheel, tmp_path):
   assert {name: second.get(name) for name in added} == added, "the same steps gave other bytes"
   assert environments.run(python, "maxtext-moe-te", "patch", "revert", "maxtext").returncode == 0
   assert {path: path.read_bytes() for path in source.rglob("*.py")} == released
+
+
+def make_wheel(folder, name, version, files):
+  """A wheel of a few files, or of a folder's. Returns its path."""
+  path = folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
+  info = f"{path.name.removesuffix('-py3-none-any.whl')}.dist-info"
+  files = files | {
+    f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode(),
+    f"{info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+  }
+  with zipfile.ZipFile(path, "w") as archive:
+    for file, content in files.items():
+      archive.writestr(file, content)
+    archive.writestr(f"{info}/RECORD", "".join(f"{file},,\n" for file in [*files, f"{info}/RECORD"]))
+  return path
+
+
+@pytest.mark.host
+@pytest.mark.dist
+def test_the_pinned_stack_stands_beside_the_images_own(image, wheel, tmp_path):
+  """The same steps with a set that is MaxText and stand-ins of three packages; the real set is what `make test-te` runs in."""
+  python, source = image
+  purelib, wheels, stack = Path(sysconfig.get_path("purelib")), tmp_path / "wheels", tmp_path / "stack"
+  wheels.mkdir()
+  own = {str(path.relative_to(purelib)): path.read_bytes() for path in purelib.glob("maxtext/**/*") if path.is_file()}
+  pinned = make_wheel(wheels, "maxtext", "0.2.5", {name: content for name, content in own.items() if "__pycache__" not in name})
+  make_wheel(wheels, "nvidia-nccl-cu13", "2.32.3", {"nvidia/nccl/lib/libnccl.so.2": b""})
+  make_wheel(wheels, "transformer-engine", "2.20.2", {})
+  make_wheel(wheels, "transformer-engine-jax", "2.20.2", {"extension": b""})
+  steps = tmp_path / "repository" / "container"
+  steps.mkdir(parents=True)
+  shutil.copy(CONTAINER / "pinned.sh", steps)
+  digest = hashlib.sha256(pinned.read_bytes()).hexdigest()
+  (steps.parent / "requirements.lock").write_text(f"maxtext==0.2.5 --hash=sha256:{digest}\n")
+  (steps / "pinned.txt").write_text("nvidia-nccl-cu13==2.32.3\ntransformer-engine==2.20.2\n")
+  before = environments.own_files(python.parents[1]), {path: path.read_bytes() for path in source.rglob("*.py")}
+
+  offline = dict(PYTHON=str(python), PIP_NO_INDEX="1", PIP_FIND_LINKS=str(wheels))
+  done = environments.run(python, steps / "pinned.sh", stack, **offline)
+  assert done.returncode == 0, done.stdout + done.stderr
+  assert re.search(rf"^pinned.sh: {stack} takes \d+ MB$", done.stdout, re.M)
+  site = environments.site_packages(stack)
+  assert sorted(path.name for path in site.glob("*.dist-info")) == [
+    "maxtext-0.2.5.dist-info", "nvidia_nccl_cu13-2.32.3.dist-info", "transformer_engine-2.20.2.dist-info",
+    "transformer_engine_jax-2.20.2.dist-info",
+  ]  # fmt: skip
+  assert (stack / "cuda" / "libnccl.so.2").resolve() == (site / "nvidia/nccl/lib/libnccl.so.2").resolve()
+
+  for entry in environments.site_packages(python.parents[1]).iterdir():  # what the real set has besides
+    if entry.is_symlink() and not (site / entry.name).exists():
+      (site / entry.name).symlink_to(entry)
+  own_python = stack / "bin" / "python"
+  done = environments.run(own_python, CONTAINER / "install.sh", wheel, PYTHON=str(own_python), STACK="pinned", PATCHES="maxtext")
+  assert done.returncode == 0, done.stdout + done.stderr
+  assert f"maxtext 0.2.5 in {site}: applied" in done.stdout
+  assert (environments.own_files(python.parents[1]), {path: path.read_bytes() for path in source.rglob("*.py")}) == before
+
+
+def test_the_pinned_stack_is_that_of_the_figures():
+  """README names what it measured with; `pinned.txt` and `requirements.lock` hold the same."""
+  lines = [*(CONTAINER / "pinned.txt").read_text().splitlines(), *(environments.ROOT / "requirements.lock").read_text().splitlines()]
+  pinned = dict(re.match(r"([a-z0-9-]+)==([^ ;]+)", line).groups() for line in lines if re.match(r"[a-z0-9-]+==", line))
+  measured = " ".join((environments.ROOT / "README.md").read_text().split("### Measured", 1)[1].split())
+  for name, package in {
+    "JAX": "jax", "Transformer Engine": "transformer-engine", "cuBLAS": "nvidia-cublas", "NCCL": "nvidia-nccl-cu13", "MaxText": "maxtext",
+  }.items():  # fmt: skip
+    version = re.search(rf"{name} (\d[\d.]*\d)", measured)[1]
+    assert f"{pinned[package]}.".startswith(f"{version}."), name
+  assert pinned["transformer-engine"] == pinned["transformer-engine-cu13"] == te_api.TESTED
+  assert {pinned[package] for package in ("jaxlib", "jax-cuda13-pjrt", "jax-cuda13-plugin")} == {pinned["jax"]}
+
+
+def test_an_unknown_stack_is_refused(tmp_path):
+  done = subprocess.run([CONTAINER / "install.sh", "x.whl"], env=os.environ | {"STACK": "newest"}, capture_output=True, text=True)
+  assert done.returncode == 2 and done.stderr == "install.sh: STACK=newest; needed: base or pinned\n"
 
 
 @pytest.mark.host
@@ -151,6 +233,21 @@ def test_build_refuses_too_large_an_image(build):
   assert done.returncode == 1 and "more than the 50 MB of the manifest" in done.stderr
 
 
+def test_build_of_the_pinned_stack_says_its_size(build):
+  manifest = tomllib.loads((CONTAINER / "manifest.toml").read_text())["pinned"]
+  assert 5000 < manifest["added_mb"] <= manifest["most_added_mb"] < 8000
+  done, record, _ = build(size=str(40_000_000_000 + manifest["added_mb"] * 10**6), STACK="pinned")
+  assert done.returncode == 0, done.stderr
+  assert f"build.sh: STACK=pinned adds about {manifest['added_mb']} MB to the base" in done.stdout
+  assert f"build.sh: maxtext-moe-te:1.2.3-pinned adds {manifest['added_mb']} MB to its base" in done.stdout
+  (command,) = [line for line in record if line.startswith("docker buildx build")]
+  assert "--tag maxtext-moe-te:1.2.3-pinned --build-arg STACK=pinned " in command
+  done, _, _ = build(size="50000000000", STACK="pinned")
+  assert done.returncode == 1 and f"more than the {manifest['most_added_mb']} MB of the manifest" in done.stderr
+  done, record, _ = build(STACK="newest")
+  assert done.returncode == 2 and "STACK=newest is not known; needed: base or pinned" in done.stderr and not record
+
+
 def test_build_refuses_what_is_no_digest(build):
   done, record, manifest = build(digest="not found")
   assert done.returncode == 1 and "needed: sha256:" in done.stderr
@@ -171,5 +268,8 @@ def test_the_dockerfile_says_what_the_scripts_say():
   assert f"ARG BASE={manifest['base']['image']}:{manifest['base']['tag']}\n" in text
   arguments = set(re.findall(r"^ARG (\w+)", text, re.M))
   assert arguments == set(re.findall(r"--build-arg (\w+)=", (CONTAINER / "build.sh").read_text()))
-  assert re.findall(r"source=([\w./]+)", text) == ["container/install.sh", "dist"]
+  sources = re.findall(r"source=([\w./]+)", text)
+  assert sources == ["container/pinned.sh", "container/pinned.txt", "requirements.lock", "container/install.sh", "dist"]
+  assert all((CONTAINER.parent / source).is_file() for source in sources[:-1])
+  assert set(re.findall(r"^FROM \S+ AS stack-(\w+)", text, re.M)) == {"base", "pinned"} and text.count("--network=none") == 1
   assert "USER" not in re.findall(r"^[A-Z]+", text, re.M), "whoever runs the image is who the cluster says"

@@ -1,11 +1,14 @@
 """A MaxText step with Transformer Engine, compiled for H200s that are not there: offloaded bytes exactly where they must be."""
 
+import dataclasses
 import importlib.util
+import json
 import pathlib
 
 import pytest
 
 from maxtext_moe_te.tools import deep
+from tests import environments
 
 pytestmark = [pytest.mark.te, pytest.mark.host]
 
@@ -47,3 +50,27 @@ def test_host_bytes_and_streams():
   assert plain["in_domain"] == 0 and not plain["overlapped"]
   assert 0 < domain["in_domain"] < domain["collectives"], "those between the two domains are not in one"
   assert domain["eligible"] > 0
+
+
+def test_without_transformer_engine_the_rest_is_compiled(tmp_path):
+  """In an environment with the CUDA wheels of JAX alone: what stands in is said, and offloaded bytes are where they must be."""
+  python = environments.make(tmp_path / "venv", without=("transformer_engine*",))
+  words = WORDS | dict(attention="cudnn_flash_te", base_num_decoder_layers=2, ici_fsdp_parallelism=2, ici_expert_parallelism=2)
+  config = {"num_experts": 8, "attention": "cudnn_flash_te", "axis_sizes": {"expert": 2}}
+  request = deep.Request(words=("BASE", *(f"{key}={value}" for key, value in words.items())), topology="2x4x1", profiles=())
+  code = (
+    "import importlib.util, json, sys; from maxtext_moe_te.settings.config import MoeTeOptions; from maxtext_moe_te.tools import deep\n"
+    "request, config = json.loads(sys.argv[1]); base = importlib.util.find_spec('maxtext').submodule_search_locations[0]\n"
+    "request = deep.Request(**request | {'words': tuple(request['words']), 'profiles': ()})\n"
+    "request = deep.without_engine(request, config, MoeTeOptions(experts='te').as_dict())\n"
+    "request = deep.dataclasses.replace(request, words=(f'{base}/configs/base.yml', *request.words[1:]))\n"
+    "print('RESULT', json.dumps(deep.compile_step(request)))"
+  )
+  asked = json.dumps([dataclasses.asdict(request), config])
+  done = environments.run(python, python, "-c", code, asked, PYTHONPATH=str(environments.ROOT))
+  assert done.returncode == 0, done.stderr[-3000:]
+  result = json.loads(done.stdout.split("RESULT", 1)[1])
+  stand_ins = "moe_te.experts=ragged_dot, moe_te.transport=xla, attention=cudnn_flash_jax"
+  assert result["stand_ins"] == f"{stand_ins} [Transformer Engine is not installed]" and result["attention"] == "cudnn_flash_jax"
+  assert result["variants"]["offload"]["host_bytes"] == pytest.approx(result["expected_host_bytes"], rel=0.01) > 0
+  assert not any(figures["transformer_engine_calls"] for figures in result["variants"].values())

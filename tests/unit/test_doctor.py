@@ -160,6 +160,12 @@ CASES = {
       ("nccl_ep", {"transport": "nccl_ep"}, E),
     )
   },
+  "te that lacks something, without a run": (
+    machine(te={"problems": {"router": dict(found="a", needed="b", fix="c")}}, gpus=()),
+    Job(),
+    W,
+    "a; needed: b. Fix: c.",
+  ),
   "te that is not for Hopper": (
     machine({"transformer-engine": "2.20.0.dev0"}, te={"serves_hopper": False}),
     JOB,

@@ -181,18 +181,20 @@ def _wants_te(machine, job):
 
 
 def _te_parts(machine, job):
-  """The parts of Transformer Engine that the run uses, and how bad it is if one cannot be used."""
+  """The parts of Transformer Engine that the run uses, and how bad it is if one cannot be used; without a run, all of them."""
   option, on = job.options.get, job.options.get("enabled", True)
+  parts = {} if job.config else dict.fromkeys(("context", "experts", "mxfp8", "router", "nccl_ep"), _warning)
   if job.config.get("hardware", "").startswith("gpu"):
-    yield "context", _error
+    parts["context"] = _error
   if on and option("recipe") == "mxfp8":
-    yield "mxfp8", _error
+    parts["mxfp8"] = _error
   elif on and (option("experts") == "te" or _wants_te(machine, job)):
-    yield "experts", _error if option("experts") == "te" else _warning
+    parts["experts"] = _error if option("experts") == "te" else _warning
   if on and option("router") == "te":
-    yield "router", _error
+    parts["router"] = _error
   if job.expert_parallel:
-    yield "nccl_ep", _ep_severity(job)
+    parts["nccl_ep"] = _ep_severity(job)
+  return parts
 
 
 @check
@@ -207,7 +209,7 @@ def transformer_engine(machine, job):
         "measured on H200: tests/benchmarks",
       )
     return
-  for part, make in _te_parts(machine, job):
+  for part, make in _te_parts(machine, job).items():
     if refused := machine.te.get("problems", {}).get(part):
       yield make(**refused, source="its source, and its JAX extension")
   if found is None:
