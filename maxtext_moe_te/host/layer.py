@@ -85,16 +85,20 @@ def router_inputs(module: moe.RoutedMoE, rule: RouterRule, input_ids, forced_rou
   )
 
 
-def gate_logits(gate: moe.GateLogit, inputs: jax.Array) -> jax.Array:
-  """[B,S,E] in the gate's dtype: what `GateLogit` computes before score function and bias, quantized if it is."""
-  axis = linears.normalize_axes(gate.axis, inputs.ndim)
+def gate_logits(self: moe.GateLogit, inputs: jax.Array) -> jax.Array:
+  """[B,S,E] in the gate's dtype: what `GateLogit` computes before score function and bias, quantized if it is.
+
+  A method of the gate in all but place. qwix, which adds LoRA adapters and quantization, takes a product for that of the module that
+  the nearest frame calls `self`.
+  """
+  axis = linears.normalize_axes(self.axis, inputs.ndim)
   return linears._compute_dot_general_nnx(
-    jnp.asarray(inputs, gate.dtype),
-    jnp.asarray(gate.kernel[...], gate.dtype),
+    jnp.asarray(inputs, self.dtype),
+    jnp.asarray(self.kernel[...], self.dtype),
     axis,
     tuple(range(len(axis))),
-    gate.matmul_precision,
-    gate.quant_dot_general,
+    self.matmul_precision,
+    self.quant_dot_general,
     False,
   )
 
