@@ -47,8 +47,7 @@ def _routed_moe(module, options, inputs, input_ids, gate_inputs, forced_routed_e
     layout=layout,
     parts=parts.choose(options, layout, spec, logits.dtype),
   )
-  if options.metrics or options.capacity_factor:
-    metrics.sow(module, out)
+  metrics.sow(module, out)
   return out.y, out.load_balance_loss, _bias_update(module, out.rows_per_expert)
 
 
