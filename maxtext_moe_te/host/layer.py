@@ -131,8 +131,8 @@ def layout_of(module: moe.RoutedMoE, inputs: jax.Array) -> block.Layout:
   batch, sequence, _ = mesh_axes(module, ("activation_batch", "activation_norm_length", None))
   expert, _, width = mesh_axes(module, ("exp", None, "mlp_no_fsdp"))
   layout = block.Layout(mesh=mesh, batch=batch, sequence=sequence, expert=expert, width=width)
-  if not expert:
-    # MaxText replicates a batch that its axes do not divide, if there is no expert axis; so do we.
+  if not expert or inputs.shape[0] == 1:
+    # MaxText replicates a batch that its axes do not divide if there is no expert axis, and always a batch of 1 (prefill); so do we.
     while layout.batch and inputs.shape[0] % layout.size(layout.batch):
       layout = block.Layout(mesh=mesh, batch=layout.batch[:-1], sequence=sequence, expert=expert, width=width)
   shared = set(layout.tokens) & set(layout.width)
