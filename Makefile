@@ -14,7 +14,7 @@ ifneq ($(shell $(PYTHON_BIN) -c "import sys; print(open(sys.prefix + '/.ready').
 .PHONY: $(READY)
 endif
 
-.PHONY: help demo test test-isas test-te test-gpu test-install dist check lock clean
+.PHONY: help demo test test-isas test-te test-tunix test-hosts test-gpu test-install dist check lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 19
@@ -41,6 +41,11 @@ test-te: $(BIN)/uv ## compile the Transformer Engine parts for GPUs that are not
 	$(BIN)/uv pip install --quiet --python $(TE_BIN)/python --no-deps --no-build-isolation $(or $(TE_WHEEL),transformer-engine-jax==2.20.2)
 	$(TE_BIN)/python -m pytest tests/te -q --require-te $(ARGS)
 
+# Beside the environment, not in it: Tunix would bring other versions of what MaxText uses.
+test-tunix: $(READY) ## train with MaxText's post-training entry points, which need Tunix
+	$(BIN)/uv pip install --quiet --python $(PYTHON_BIN) --no-deps --target .tunix -r tests/tunix/requirements.txt
+	PYTHONPATH=.tunix $(PYTHON_BIN) -m pytest tests/tunix -q --require-host --require-tunix $(ARGS)
+
 test-gpu: ## run the GPU tests with GPU_PYTHON; one skipped for want of a GPU, MaxText or Transformer Engine fails
 	$(GPU_PYTHON) -m pytest tests/gpu -q --require-gpu --require-host --require-te $(ARGS)
 
@@ -64,7 +69,7 @@ lock: $(BIN)/uv ## resolve requirements.lock anew from pyproject.toml
 	  --quiet --output-file requirements.lock $(ARGS) pyproject.toml
 
 clean: ## remove the environment and everything else that is not source
-	rm -rf .venv .venv-te demo_output dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-te .tunix demo_output dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define VENV

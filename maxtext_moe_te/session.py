@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from maxtext_moe_te.errors import MoeTeError, OptionError, RefusedError, nearest
+from maxtext_moe_te.errors import MoeTeError, OptionError, nearest
 from maxtext_moe_te.settings import overlay as overlays
 from maxtext_moe_te.settings import variable, xla_flags
 from maxtext_moe_te.settings import words as our_words
@@ -69,12 +69,6 @@ def run(module: str, words: list[str]) -> None:
   """
   rest, overlay, options = settle(words)
   _check_module(module)
-  if options.capacity_factor and module != TRAIN:
-    raise RefusedError(
-      found=f"moe_te.capacity_factor={options.capacity_factor:g} with {module}, whose steps are not checked for overflow",
-      needed=f"{TRAIN}, or a capacity that nothing exceeds",
-      fix="set moe_te.capacity_factor=0",
-    )
   if rank := Rank.of_this_process():
     join(rank)
   activate(overlay=overlay, options=options)

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-KINDS = ("host", "host_0_2_4", "gpu", "gpus", "te", "dist", "plot")
+KINDS = ("host", "host_0_2_4", "gpu", "gpus", "te", "dist", "plot", "tunix")
 
 
 def pytest_addoption(parser):
@@ -70,6 +70,8 @@ def missing(kind):
     return None if importlib.util.find_spec("matplotlib") else "matplotlib is not installed"
   if kind == "dist":
     return None if importlib.util.find_spec("hatchling") else "the build backend is not installed (pip install 'hatchling>=1.27')"
+  if kind == "tunix":
+    return None if importlib.util.find_spec("tunix") else "Tunix is not installed: `make test-tunix` runs these with it"
   if kind == "te":
     return None if importlib.util.find_spec("transformer_engine") else "Transformer Engine is not installed"
   platforms = os.environ.get("JAX_PLATFORMS", "")

@@ -1,5 +1,6 @@
 """Inputs, error metrics and MaxText layers for the tests. Imports jax; imports MaxText only inside functions that need it."""
 
+import importlib
 import json
 import os
 from unittest import mock
@@ -140,19 +141,19 @@ def tiny_run(output, words) -> list[str]:
   return [base, *(f"{key}={value}" for key, value in {**tiny, **given}.items())]
 
 
-def train(output, words, *, overlay=None, options=None) -> list[dict]:
-  """Runs MaxText's trainer in this process and returns its metrics, one dict per step.
+def train(output, words, *, overlay=None, options=None, module="pre_train.train") -> list[dict]:
+  """Runs one of MaxText's trainers in this process and returns its metrics, one dict per step.
 
   Args:
     output: folder for everything it writes.
     words: key=value words added to a tiny run on synthetic data.
     overlay: an `Overlay`, or None.
     options: a `MoeTeOptions` to activate the plugin with; None leaves it inactive.
+    module: the trainer, among `maxtext.trainers`.
   """
-  from maxtext.trainers.pre_train import train as trainer
-
   import maxtext_moe_te
 
+  trainer = importlib.import_module(f"maxtext.trainers.{module}")
   metrics = output / "metrics.jsonl"
   argv = ["train", *tiny_run(output, words)]
   metrics.unlink(missing_ok=True)

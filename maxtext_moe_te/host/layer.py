@@ -47,8 +47,7 @@ def _routed_moe(module, options, inputs, input_ids, gate_inputs, forced_routed_e
     layout=layout,
     parts=parts.choose(options, layout, spec, logits.dtype),
   )
-  if options.metrics or options.capacity_factor:
-    metrics.sow(module, out)
+  metrics.sow(module, out)
   return out.y, out.load_balance_loss, _bias_update(module, out.rows_per_expert)
 
 
@@ -85,16 +84,20 @@ def router_inputs(module: moe.RoutedMoE, rule: RouterRule, input_ids, forced_rou
   )
 
 
-def gate_logits(gate: moe.GateLogit, inputs: jax.Array) -> jax.Array:
-  """[B,S,E] in the gate's dtype: what `GateLogit` computes before score function and bias, quantized if it is."""
-  axis = linears.normalize_axes(gate.axis, inputs.ndim)
+def gate_logits(self: moe.GateLogit, inputs: jax.Array) -> jax.Array:
+  """[B,S,E] in the gate's dtype: what `GateLogit` computes before score function and bias, quantized if it is.
+
+  A method of the gate in all but place. qwix, which adds LoRA adapters and quantization, takes a product for that of the module that
+  the nearest frame calls `self`.
+  """
+  axis = linears.normalize_axes(self.axis, inputs.ndim)
   return linears._compute_dot_general_nnx(
-    jnp.asarray(inputs, gate.dtype),
-    jnp.asarray(gate.kernel[...], gate.dtype),
+    jnp.asarray(inputs, self.dtype),
+    jnp.asarray(self.kernel[...], self.dtype),
     axis,
     tuple(range(len(axis))),
-    gate.matmul_precision,
-    gate.quant_dot_general,
+    self.matmul_precision,
+    self.quant_dot_general,
     False,
   )
 
@@ -128,8 +131,8 @@ def layout_of(module: moe.RoutedMoE, inputs: jax.Array) -> block.Layout:
   batch, sequence, _ = mesh_axes(module, ("activation_batch", "activation_norm_length", None))
   expert, _, width = mesh_axes(module, ("exp", None, "mlp_no_fsdp"))
   layout = block.Layout(mesh=mesh, batch=batch, sequence=sequence, expert=expert, width=width)
-  if not expert:
-    # MaxText replicates a batch that its axes do not divide, if there is no expert axis; so do we.
+  if not expert or inputs.shape[0] == 1:
+    # MaxText replicates a batch that its axes do not divide if there is no expert axis, and always a batch of 1 (prefill); so do we.
     while layout.batch and inputs.shape[0] % layout.size(layout.batch):
       layout = block.Layout(mesh=mesh, batch=layout.batch[:-1], sequence=sequence, expert=expert, width=width)
   shared = set(layout.tokens) & set(layout.width)

@@ -1,9 +1,11 @@
 """MoE metrics from every decoder block: sown by the layer, summed up per step, written by MaxText's own metric logger.
 
 MaxText reports router load for one model family only. The layer leaves its numbers as intermediates; `train_step` hands all
-intermediates to `record_activation_metrics`, which is where they become scalars.
+intermediates to `record_activation_metrics`, which is where they become scalars. Trainers without that step (Tunix's) would keep
+them in the model, so nothing is sown for them.
 """
 
+import contextvars
 import functools
 
 import jax.numpy as jnp
@@ -18,8 +20,16 @@ PREFIX = "moe_te"
 LOAD_PER_EXPERT_LIMIT = 64  # more experts than this are not written one by one
 
 
+_collected = contextvars.ContextVar("a step that collects what layers sow is being traced", default=False)
+
+
 def sow(module: nnx.Module, output) -> None:
-  """Leaves the layer's numbers on `module`. All of them add up over microbatches, because MaxText sums intermediates."""
+  """Leaves the layer's numbers on `module`, if the step that is being traced collects them.
+
+  All of them add up over microbatches, because MaxText sums intermediates.
+  """
+  if not _collected.get():
+    return
   for name in ("rows_per_expert", "receive_rows_max", "receive_capacity", "overflow"):
     module.sow(nnx.Intermediate, f"{PREFIX}_{name}", getattr(output, name))
 
@@ -60,6 +70,20 @@ def record(scalars: dict, intermediates, config) -> None:
   scalars["learning/moe_max_load_ratio_mean"] = ratio.mean()
 
 
+def collecting(train_step):
+  """`train_step`, which hands its intermediates to `record_activation_metrics`; while it is traced the layers sow."""
+
+  @functools.wraps(train_step)
+  def step(*args, **kwargs):
+    token = _collected.set(True)
+    try:
+      return train_step(*args, **kwargs)
+    finally:
+      _collected.reset(token)
+
+  return step
+
+
 def recording(original):
   """`metric_logger.record_activation_metrics`, with ours added."""
 
@@ -80,7 +104,7 @@ def always_recording(options: MoeTeOptions):
   def replace(original):
     @functools.wraps(original)
     def get_functional_train_with_signature(train_step, data_sharding, state_mesh_shardings, model, config, params_shardings=None):
-      train_step = overflow.keeping_state(train_step, options)
+      train_step = overflow.keeping_state(collecting(train_step), options)
       return original(train_step, data_sharding, state_mesh_shardings, model, _recording(config), params_shardings)
 
     return get_functional_train_with_signature

@@ -1,8 +1,12 @@
 """A step that needs more receive capacity than a finite `capacity_factor` gives: its update is not applied and the run stops there.
 
-With the default, capacity_factor=0, nothing can overflow and nothing here is in the compiled step.
+With the default, capacity_factor=0, nothing can overflow and nothing here is in the compiled step. A layer that can overflow is
+traced only where somebody watches for it.
 """
 
+import contextlib
+import contextvars
+import dataclasses
 import functools
 import math
 
@@ -31,6 +35,51 @@ def check(options: MoeTeOptions, config) -> None:
       )
 
 
+@dataclasses.dataclass
+class _Watch:
+  """Who sees to overflows. Attributes: needed: whether a layer that can overflow was traced."""
+
+  needed: bool = False
+
+
+_watch = contextvars.ContextVar("who watches for overflow in what is being traced", default=None)
+
+
+@contextlib.contextmanager
+def watched():
+  """Within, layers that can overflow may be traced: whoever enters sees to it that no step that overflowed counts."""
+  token = _watch.set(_Watch())
+  try:
+    yield _watch.get()
+  finally:
+    _watch.reset(token)
+
+
+def check_watched(options: MoeTeOptions, ranks: int) -> None:
+  """Refuses to trace a layer whose rows would be dropped unseen.
+
+  Args:
+    options: with the capacity factor; from `ranks` on it holds whatever the routing.
+    ranks: size of the expert axis.
+
+  Raises:
+    RefusedError: an overflow would go unseen.
+  """
+  if not 0 < options.capacity_factor < ranks:
+    return
+  if _watch.get() is None:
+    raise _unseen(options, "where nothing checks a step for overflow")
+  _watch.get().needed = True
+
+
+def _unseen(options, where):
+  return RefusedError(
+    found=f"moe_te.capacity_factor={options.capacity_factor:g} {where}",
+    needed="the train step of MaxText's pre-training (train_sft_native has it too), or a capacity that nothing exceeds",
+    fix="set moe_te.capacity_factor=0",
+  )
+
+
 def keeping_state(train_step, options: MoeTeOptions):
   """`train_step` that returns the state it was given if the step overflowed, optimizer and step counter included."""
   if not options.capacity_factor:
@@ -38,9 +87,12 @@ def keeping_state(train_step, options: MoeTeOptions):
 
   @functools.wraps(train_step)
   def step(model, config, state_mesh_shardings, params_shardings, state, data, *rest):
-    new_state, metrics = train_step(model, config, state_mesh_shardings, params_shardings, state, data, *rest)
-    if OVERFLOW not in metrics["scalar"]:  # a dense model
-      return new_state, metrics
+    with watched() as watch:
+      new_state, metrics = train_step(model, config, state_mesh_shardings, params_shardings, state, data, *rest)
+    if OVERFLOW not in metrics["scalar"]:
+      if watch.needed:
+        raise _unseen(options, "with a train step that does not report what its layers record")
+      return new_state, metrics  # a dense model
     overflowed = metrics["scalar"][OVERFLOW] > 0
     old, new = jax.tree.leaves(state), jax.tree.leaves(new_state)
     kept = [jnp.where(overflowed, o, n) for o, n in zip(old, new, strict=True)]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from maxtext_moe_te import versions
 from maxtext_moe_te.errors import MoeTeError, RefusedError, VersionError
-from maxtext_moe_te.host import agreement
+from maxtext_moe_te.host import agreement, overflow
 from maxtext_moe_te.host.expert_group import EXPERT_AXIS
 from maxtext_moe_te.moe import routing, te_api, te_router, te_runtime
 from maxtext_moe_te.moe.block import GROUPED_MATMULS, LayerSpec, Layout, Parts
@@ -175,6 +175,7 @@ def _transport(options, layout, spec, device, *, mxfp8):
   check_transport(options, ranks)
   if ranks == 1:
     return LocalTransport(spec.num_experts, alignment), ""
+  overflow.check_watched(options, ranks)
   reason = ""
   tokens_split = set(layout.expert) <= set(layout.tokens)
   if name != "xla":

@@ -24,7 +24,7 @@ from maxtext.optimizers import optimizers
 from maxtext.trainers.pre_train import train
 from maxtext.utils import max_utils, maxtext_utils, model_creation_utils, sharding
 
-from maxtext_moe_te.host import expert_group, features, seams
+from maxtext_moe_te.host import expert_group, features, overflow, seams
 from maxtext_moe_te.settings.config import MoeTeOptions
 from maxtext_moe_te.settings.overlay import Overlay
 
@@ -163,7 +163,8 @@ def build(
     jitted = jax.jit(function, in_shardings=inside, out_shardings=outside, static_argnums=static, donate_argnums=donated)
 
     def loss(state, batch):
-      return train.loss_fn(nnx.merge(graph, state).model, config, dict(batch), None, None)[0]
+      with overflow.watched():  # traced for the names of its tensors, never run
+        return train.loss_fn(nnx.merge(graph, state).model, config, dict(batch), None, None)[0]
 
   def initialize():
     with active(), _context(config, mesh):

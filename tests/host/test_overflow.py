@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from maxtext_moe_te.errors import CapacityError
+from maxtext_moe_te.errors import CapacityError, RefusedError
 from maxtext_moe_te.settings.config import MoeTeOptions
 from tests import helpers
 
@@ -32,6 +32,50 @@ def test_an_overflow_stops_the_run_before_its_checkpoint(tmp_path):
   assert not list(tmp_path.rglob("checkpoints/[0-9]*")), "a checkpoint of a step that overflowed"
   retried = helpers.train(tmp_path, ["steps=1", *WORDS], options=MoeTeOptions(capacity_factor=named))
   assert retried[0]["moe_te/overflow"] == 0
+
+
+def test_native_fine_tuning_is_checked_too(tmp_path):
+  module = "post_train.sft.train_sft_native"
+  words = [*WORDS, "base_num_decoder_layers=1", "steps=1"]
+  (step,) = helpers.train(tmp_path, words, options=MoeTeOptions(capacity_factor=3.0), module=module)
+  assert step["moe_te/overflow"] == 0 and step["moe_te/receive_rows_max"] <= step["moe_te/receive_capacity"]
+  with pytest.raises(CapacityError, match="the step's update was not applied"):
+    helpers.train(tmp_path, words, options=MoeTeOptions(capacity_factor=1.0), module=module)
+
+
+def test_a_layer_that_nobody_watches_is_refused():
+  """Every trainer and program that does not check its steps: rows past the capacity would be dropped in silence."""
+  from maxtext_moe_te.host import overflow
+
+  config = helpers.maxtext_config("mixtral-8x7b", ici_expert_parallelism=2, ici_fsdp_parallelism=1)
+  mesh = helpers.mesh_of(config, 2)
+  module, inputs = helpers.routed_moe(config, mesh), helpers.layer_inputs(config, batch=2)
+  call = lambda factor: helpers.run_layer(config, mesh, helpers.our_call(capacity_factor=factor, transport="xla"), module, *inputs)
+  with pytest.raises(RefusedError) as refused:
+    call(1.5)
+  assert str(refused.value) == (
+    "moe_te.capacity_factor=1.5 where nothing checks a step for overflow; needed: the train step of MaxText's pre-training "
+    "(train_sft_native has it too), or a capacity that nothing exceeds. Fix: set moe_te.capacity_factor=0."
+  )
+  holds = call(2)  # twice the rows of balanced routing, on two ranks: all there can be
+  helpers.assert_close(holds, call(0), forward=tolerances.FLOAT32_FORWARD, gradient=tolerances.FLOAT32_GRADIENT)
+  with overflow.watched() as watch:
+    call(1.5)
+  assert watch.needed
+
+
+def test_a_step_that_reports_nothing_is_refused():
+  from maxtext_moe_te.host import overflow
+
+  options = MoeTeOptions(capacity_factor=1.5)
+
+  def train_step(model, config, shardings, params, state, data):
+    del model, config, shardings, params, data
+    overflow.check_watched(options, 2)
+    return state, {"scalar": {}}
+
+  with pytest.raises(RefusedError, match="with a train step that does not report what its layers record"):
+    overflow.keeping_state(train_step, options)(0, 0, 0, 0, {}, 0)
 
 
 def test_the_state_of_an_overflowed_step_is_the_one_before():

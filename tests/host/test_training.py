@@ -6,6 +6,7 @@ import textwrap
 
 import jax
 import pytest
+from flax.linen import partitioning
 
 from maxtext_moe_te.settings.config import MoeTeOptions
 from tests import helpers
@@ -84,6 +85,29 @@ def test_metrics_from_every_block(tmp_path, words):
   assert last["moe_te/overflow"] == 0
   assert 0 < last["moe_te/receive_rows_max"] <= last["moe_te/receive_capacity"]
   assert sum(last[f"moe_te/load/expert_{e:03d}"] for e in range(experts)) == pytest.approx(1)
+
+
+def test_what_nobody_collects_is_not_left_in_the_model():
+  """Tunix's trainers keep whatever a layer sows: in the model, and so in checkpoints."""
+  from flax import nnx
+
+  from maxtext_moe_te.host import metrics
+
+  config = helpers.maxtext_config("mixtral-8x7b", ici_fsdp_parallelism=1)
+  mesh = helpers.mesh_of(config, 1)
+  module = helpers.routed_moe(config, mesh)
+  x, _ = helpers.layer_inputs(config)
+
+  def call():
+    with jax.set_mesh(mesh), partitioning.axis_rules(config.logical_axis_rules):
+      helpers.our_call()(module, x)
+
+  call()
+  assert not nnx.state(module, nnx.Intermediate)
+  metrics.collecting(call)()
+  assert set(nnx.state(module, nnx.Intermediate)) == {
+    f"moe_te_{name}" for name in ("rows_per_expert", "receive_rows_max", "receive_capacity", "overflow")
+  }
 
 
 def test_off_is_identical(tmp_path):

@@ -55,6 +55,21 @@ def test_equals_one_device(on_one_device, family, mesh_name):
     helpers.assert_close(actual, on_one_device(family, prefused), forward=tolerances.FLOAT32_FORWARD, gradient=tolerances.FLOAT32_GRADIENT)
 
 
+@pytest.mark.parametrize("family", ["deepseek3", "mixtral"])
+def test_a_batch_of_one_is_replicated(family):
+  """As MaxText's prefill has it: `decode_batch_moe` names no expert axis."""
+  from maxtext.layers import moe
+
+  results = []
+  for devices, mesh_name in ((1, None), (8, "expert2-data2-fsdp2")):
+    config = helpers.maxtext_config(**FAMILIES[family], **MESHES.get(mesh_name, dict(ici_fsdp_parallelism=1)))
+    mesh = helpers.mesh_of(config, devices)
+    call = helpers.our_call() if mesh_name else moe.RoutedMoE.__call__
+    inputs = helpers.layer_inputs(config, batch=1)
+    results.append(helpers.run_layer(config, mesh, call, helpers.routed_moe(config, mesh), *inputs))
+  helpers.assert_close(results[1], results[0], forward=tolerances.FLOAT32_FORWARD, gradient=tolerances.FLOAT32_GRADIENT)
+
+
 def test_an_axis_that_splits_tokens_and_width_is_refused():
   config = helpers.maxtext_config("mixtral-8x7b", ici_tensor_sequence_parallelism=2, ici_fsdp_parallelism=4)
   mesh = helpers.mesh_of(config, 8)
