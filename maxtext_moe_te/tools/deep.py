@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 
-from maxtext_moe_te.errors import MoeTeError, OptionError, RefusedError
+from maxtext_moe_te.errors import MoeTeError, OptionError, RefusedError, in_one_line
 from maxtext_moe_te.settings import xla_flags
 from maxtext_moe_te.tools import described, streams
 from maxtext_moe_te.tools.doctor.checks import ERROR, NOTE, WARNING, Finding
@@ -279,4 +279,5 @@ def ratio(found: int, expected: int) -> str:
 
 
 if __name__ == "__main__":
-  sys.exit(main(*sys.argv[1:]))
+  with in_one_line():
+    sys.exit(main(*sys.argv[1:]))
