@@ -15,7 +15,7 @@ COMMON = dict(
 )  # fmt: skip
 # Besides, for a whole model.
 MODEL = dict(
-  base_num_decoder_layers="2", scan_layers="false", remat_policy="full", base_num_query_heads="4", base_num_kv_heads="4", head_dim="16",
+  remat_policy="full", base_num_query_heads="4", base_num_kv_heads="4", head_dim="16",
   dataset_type="synthetic", steps="1", learning_rate="0.1", opt_type="sgd", enable_tensorboard="false", eval_interval="-1",
   decoder_layer_input="device",
 )  # fmt: skip
@@ -27,10 +27,10 @@ _GATED_DELTA = dict(
   gdn_key_head_dim="8", gdn_value_head_dim="8", gdn_num_key_heads="4", gdn_num_value_heads="4", gdn_chunk_size="16",
 )  # fmt: skip
 # By decoder block, for a whole model.
-BLOCKS: dict[str, dict[str, str]] = {
+_BLOCKS: dict[str, dict[str, str]] = {
   "deepseek": dict(_MLA, first_num_dense_layers="1"),
   "deepseek4": dict(
-    compress_ratios="[0,4]", first_num_hash_layers="1", base_num_kv_heads="1", head_dim="32", sinkhorn_iterations="2",
+    first_num_hash_layers="1", base_num_kv_heads="1", head_dim="32", sinkhorn_iterations="2",
     tokenizer_path="unused", indexer_sparse_training="true", sharding_tolerance="1.0",
   ),
   "envy": {},
@@ -43,6 +43,8 @@ BLOCKS: dict[str, dict[str, str]] = {
   "qwen3_moe": {},
   "qwen3_next": _GATED_DELTA,
 }  # fmt: skip
+# Scanned, one period of a block's pattern over layers; two layers where it has none.
+_PERIODS = {"deepseek4": 3, "gemma4": 6, "llama4": 4, "qwen3_5": 4, "qwen3_next": 4}
 # What a clamp is worth at this width: few values reach a model's own.
 CLAMP = "0.5"
 
@@ -65,9 +67,13 @@ def of_layer(config: Any, fields: frozenset[str]) -> dict[str, str]:
 
 
 def of_model(config: Any, fields: frozenset[str]) -> dict[str, str]:
-  """Words that make a run's model one of two layers; see `of_layer`."""
+  """Words that make a run's model one of two layers, or of one period of them where they are scanned; see `of_layer`."""
   block = getattr(config.decoder_block, "value", config.decoder_block)
-  words = of_layer(config, fields) | MODEL | BLOCKS.get(block, {})
+  layers = _PERIODS.get(block, 2) if config.scan_layers else 2
+  words = of_layer(config, fields) | MODEL | _BLOCKS.get(block, {})
+  words |= dict(base_num_decoder_layers=str(layers), scan_layers=str(config.scan_layers).lower())
+  if block == "deepseek4":
+    words |= dict(compress_ratios=str([0, 4, 128][:layers]))
   if getattr(config, "mtp_num_layers", 0) > 0:
     words |= dict(mtp_num_layers="1")
   return {key: value for key, value in words.items() if key in fields}

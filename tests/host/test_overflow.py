@@ -5,7 +5,7 @@ import pytest
 
 from maxtext_moe_te.errors import CapacityError, RefusedError
 from maxtext_moe_te.settings.config import MoeTeOptions
-from tests import helpers
+from tests import helpers, tolerances
 
 pytestmark = pytest.mark.host
 

@@ -50,7 +50,8 @@ def prove(models, steps) -> dict:
 
   def hold(name, model, groups, mesh):
     try:
-      errors = compared.errors(request(model, groups, mesh))
+      with selfcheck.comparing():
+        errors = compared.errors(request(model, groups, mesh))
     except MoeTeError as error:
       refused[name] = str(error)
     except Exception as error:
@@ -79,7 +80,7 @@ def request(model: str, groups: list[str], mesh: dict[str, int]) -> dict:
   from maxtext.configs import pyconfig, types
 
   from maxtext_moe_te.errors import RefusedError
-  from maxtext_moe_te.host import rules_from_config, selfcheck
+  from maxtext_moe_te.host import features, rules_from_config, selfcheck
   from maxtext_moe_te.settings.config import MoeTeOptions
 
   words = {
@@ -88,10 +89,8 @@ def request(model: str, groups: list[str], mesh: dict[str, int]) -> dict:
     "tokenizer_path": "unused", "tokenizer_type": "sentencepiece", "num_experts": "16", "num_experts_per_tok": "4", "sparse_matmul": "true",
     "load_balance_loss_weight": "0.01", "vocab_size": "256", **LAYERS[model],
   }  # fmt: skip
-  if model.startswith("deepseek3"):
+  if model.startswith(rules_from_config.BIAS_FREE_WEIGHTS):
     words["routed_bias_update_rate"] = "0.001"
-    from maxtext_moe_te.host import features
-
     if features.of_host().balance_loss_has_bias:  # refused together with a router bias
       words["load_balance_loss_weight"] = "0.0"
   words |= dict.fromkeys(("pure_nnx", "enable_nnx", "pure_nnx_decoder"), "true")  # older trees' default is Linen, which is refused
