@@ -121,7 +121,7 @@ def seams(overlay, options: MoeTeOptions) -> list[Seam]:
 
 def _check_source(options, config):
   """Last of the checks, because it may take a minute."""
-  if line := selfcheck.settle(config, options):
+  if line := selfcheck.settle_together(config, options):
     parts.log_once(line)
 
 

@@ -6,6 +6,7 @@ maxtext_moe_te.host.selfcheck`), once per host and per (texts, settings), and ke
 `known.LAYER` only; where those of `known.STEP` are unknown a train step is compared, with one microbatch and with two.
 """
 
+import collections
 import contextlib
 import dataclasses
 import fcntl
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from maxtext_moe_te import __version__
 from maxtext_moe_te.errors import RefusedError, SeamError
-from maxtext_moe_te.host import checks, known, reduced, rules_from_config, source
+from maxtext_moe_te.host import agreement, checks, known, reduced, rules_from_config, source
 from maxtext_moe_te.settings.config import MoeTeOptions
 
 log = logging.getLogger("maxtext_moe_te")
@@ -32,7 +33,7 @@ log = logging.getLogger("maxtext_moe_te")
 # units in the last place (1.2e-7) times the square root of the number of terms. Gradients meet that twice, and pass through the router.
 FORWARD_BOUND = 1e-5
 GRADIENT_BOUND = 1e-4
-TIMEOUT_S = 300
+TIMEOUT_S = 240  # less than other processes wait for this one
 CACHE_VARIABLE = "MAXTEXT_MOE_TE_CACHE"
 _ANSWER = "SELFCHECK"
 _comparing = False  # in the comparing process, whose runs are the comparison
@@ -102,6 +103,29 @@ def settle(config, options: MoeTeOptions) -> str:
   if not verdict.equal:
     raise refused(unknown, verdict)
   return sentence(unknown, verdict)
+
+
+def settle_together(config, options: MoeTeOptions) -> str:
+  """`settle` in every process of the run, each with the outcome of all; see there.
+
+  Raises:
+    SeamError, RefusedError: as `settle`, naming the node; or the processes import different sources of MaxText.
+  """
+  if _comparing or not options.enabled or not rules_from_config.is_moe(config):
+    return ""
+  digests = agreement.agree(" ".join(known.judge(group).digest for group in known.GROUPS), "MaxText's source")
+  common = collections.Counter(verdict.reason for verdict in digests).most_common(1)[0][0]
+  if other := next((verdict for verdict in digests if verdict.reason != common), None):
+    raise RefusedError(
+      found=f"process {other.process} on {other.host} imports another source of MaxText than most of the {len(digests)} processes",
+      needed="the same in all of them",
+      fix=f"install on {other.host} what the others have",
+    )
+  lines = []
+  error = agreement.together(lambda: lines.append(settle(config, options)), "MaxText's source, by numbers")
+  if error is not None:
+    raise error
+  return lines[0]
 
 
 def sentence(unknown: list[known.Judgement], verdict: Verdict) -> str:
