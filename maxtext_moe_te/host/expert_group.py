@@ -3,6 +3,7 @@
 import functools
 import logging
 
+import jax
 import jax.numpy as jnp
 
 from maxtext_moe_te.errors import RefusedError
@@ -45,21 +46,55 @@ def bootstrapping_before_state(options: MoeTeOptions):
   return replace
 
 
-def bootstrap(options: MoeTeOptions, config, mesh) -> None:
+def bootstrapping_models(options: MoeTeOptions):
+  """The same on `model_creation_utils.from_pretrained`: how everything else than pre-training gets its models."""
+
+  from maxtext.utils import maxtext_utils  # imports the models; who only asks about a group needs none
+
+  def replace(original):
+    @functools.wraps(original)
+    def from_pretrained(config, mesh=None, devices=None, model_mode="train", *args, **kwargs):
+      of = mesh if mesh is not None else maxtext_utils.get_mesh_from_config(config, devices)
+      bootstrap(options, config, of, largest_call(config, model_mode), decodes=model_mode != "train")
+      return original(config, mesh, devices, model_mode, *args, **kwargs)
+
+    return from_pretrained
+
+  return replace
+
+
+def bootstrap(options: MoeTeOptions, config, mesh, call: tuple[int, int] | None = None, *, decodes: bool = False) -> None:
   """Makes the NCCL EP group if the run will use one: all processes, or none.
+
+  Args:
+    options: the plugin's.
+    config: MaxText's configuration.
+    mesh: the run's mesh.
+    call: see `ep_group`.
+    decodes: whether the model is for decoding.
 
   Raises:
     MoeTeError: moe_te.transport=nccl_ep, and a process cannot; in every process the same.
   """
-  ranks = mesh.shape.get("expert", 1)
-  on_cpu = mesh.devices.flat[0].platform == "cpu"
-  if options.transport not in ("auto", "nccl_ep") or ranks == 1 or on_cpu or not rules_from_config.is_moe(config):
+  ranks = mesh.shape.get(EXPERT_AXIS, 1)
+  moe = rules_from_config.is_moe(config) and not config.attention.startswith("vllm")  # which has its own MoE layer
+  explicit = options.transport == "nccl_ep"
+  if options.transport not in ("auto", "nccl_ep") or ranks == 1 or not moe:
     return
-  group = ep_group(options, config, dict(mesh.shape))
+  on_cpu = _platform(mesh) == "cpu"
+  if explicit and (on_cpu or decodes):
+    raise RefusedError(
+      found=f"moe_te.transport=nccl_ep {'on CPUs' if on_cpu else 'for decoding, whose prefill has a batch of 1 that no axis splits'}",
+      needed="a trainer, on NVIDIA GPUs",
+      fix="set moe_te.transport=auto",
+    )
+  if on_cpu:
+    return
+  group = ep_group(options, config, dict(mesh.shape), call)
   # A process that took XLA's collectives alone would leave the others waiting for it in the bootstrap.
-  error = agreement.together(lambda: _check_nccl_ep(config, group), "NCCL EP")
+  error = agreement.together(lambda: _check_nccl_ep(config, group, mesh), "NCCL EP")
   if error is not None:
-    if options.transport == "nccl_ep":
+    if explicit:
       raise error
     log.info("NCCL EP not used: %s", error.found)
     return
@@ -67,22 +102,56 @@ def bootstrap(options: MoeTeOptions, config, mesh) -> None:
   nccl_ep.bootstrap(group, mesh, EXPERT_AXIS)
 
 
-def ep_group(options: MoeTeOptions, config, axis_sizes: dict[str, int]) -> nccl_ep.Bootstrap:
-  """What the NCCL EP group must hold: the largest batch that any call of the model gets, split over the mesh."""
-  batch = config.micro_batch_size_to_train_on
-  if config.eval_interval > 0:
-    batch = max(batch, config.micro_batch_size_to_eval_on)
+def _platform(mesh) -> str:
+  return mesh.devices.flat[0].platform
+
+
+def ep_group(options: MoeTeOptions, config, axis_sizes: dict[str, int], call: tuple[int, int] | None = None) -> nccl_ep.Bootstrap:
+  """What the NCCL EP group must hold: the largest batch that any call of the model gets, split over the mesh.
+
+  Args:
+    options: the plugin's.
+    config: MaxText's configuration.
+    axis_sizes: of the mesh.
+    call: sequences and their length in that batch; None for those of pre-training, whose step splits what it is given.
+  """
+  if call is None:
+    batch = config.micro_batch_size_to_train_on
+    if config.eval_interval > 0:
+      batch = max(batch, config.micro_batch_size_to_eval_on)
+    call = batch, config.max_target_length
+  sequences, length = call
   split = 1
-  for axis in ("data", "fsdp", "fsdp_transpose", "expert", "context", "context_usp_ulysses", "tensor_sequence"):
+  for axis in ("data", "fsdp", "fsdp_transpose", EXPERT_AXIS, "context", "context_usp_ulysses", "tensor_sequence"):
     split *= axis_sizes.get(axis, 1)
   return nccl_ep.Bootstrap(
     num_experts=config.num_experts,
     experts_per_token=config.num_experts_per_tok,
-    ranks=axis_sizes.get("expert", 1),
-    max_tokens_per_rank=-(-batch * config.max_target_length // split),
+    ranks=axis_sizes.get(EXPERT_AXIS, 1),
+    max_tokens_per_rank=-(-sequences * length // split),
     width=config.moe_expert_input_dim if config.moe_expert_input_dim > 0 else config.emb_dim,
     capacity_factor=options.capacity_factor,
   )
+
+
+def largest_call(config, model_mode: str) -> tuple[int, int]:
+  """Sequences and their length in the largest call of a model that is not for pre-training.
+
+  Args:
+    config: MaxText's configuration, of any trainer.
+    model_mode: "train"; otherwise the model decodes, one token of each sequence at a time.
+  """
+  if model_mode != "train":
+    return config.micro_batch_size_to_train_on, 1
+  if hasattr(config, "rl"):  # prompts; each is answered several times, and the answers are scored together
+    return config.micro_batch_size_to_train_on * config.rl.num_generations, config.max_target_length
+  # Tunix calls the model with batches as the pipeline makes them.
+  sequences = config.global_batch_size_to_load
+  if config.use_tunix_gradient_accumulation:
+    sequences //= config.gradient_accumulation_steps
+  if config.eval_interval > 0:
+    sequences = max(sequences, config.global_batch_size_to_load_eval)
+  return sequences * (2 if config.use_dpo else 1), config.max_target_length  # the chosen and the rejected answer together
 
 
 def check_ep_group(config, group: nccl_ep.Bootstrap) -> None:
@@ -108,8 +177,15 @@ def check_ep_group(config, group: nccl_ep.Bootstrap) -> None:
   group.check()
 
 
-def _check_nccl_ep(config, group):
+def _check_nccl_ep(config, group, mesh):
   check_ep_group(config, group)
+  if set(mesh.devices.flat) < set(jax.devices()):
+    raise RefusedError(
+      found=f"NCCL EP on {mesh.devices.size} of {jax.device_count()} devices",
+      needed="a mesh of all devices of the run",
+      fix="set moe_te.transport=xla",
+    )
+  nccl_ep.check_none_but(group)
   te_api.installed().require("nccl_ep")
   nccl_ep.check_local_devices()
   te_runtime.prepare_nccl_ep()

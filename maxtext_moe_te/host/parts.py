@@ -27,8 +27,8 @@ log = logging.getLogger("maxtext_moe_te")
 TE_ONLY = (("router", "te", "router"), ("transport", "nccl_ep", "nccl_ep"), ("experts", "te", "experts"), ("recipe", "mxfp8", "mxfp8"))
 
 
-def choose(options: MoeTeOptions, layout: Layout, spec: LayerSpec, logits_dtype) -> Parts:
-  """The parts for a layer on a mesh, whose gate computes logits in `logits_dtype`.
+def choose(options: MoeTeOptions, layout: Layout, spec: LayerSpec, width: int, logits_dtype) -> Parts:
+  """The parts for a layer on a mesh, for tokens of `width`, whose gate computes logits in `logits_dtype`.
 
   Raises:
     RefusedError: a part that was asked for cannot serve this layer or mesh.
@@ -37,7 +37,7 @@ def choose(options: MoeTeOptions, layout: Layout, spec: LayerSpec, logits_dtype)
   device = layout.mesh.devices.flat[0]
   router, why_router = _router(options, device, spec, logits_dtype)
   experts, why_experts = _experts(options, device, spec)
-  transport, why_transport = _transport(options, layout, spec, device, mxfp8=options.recipe == "mxfp8")
+  transport, why_transport = _transport(options, layout, spec, width, device, mxfp8=options.recipe == "mxfp8")
   log_once(
     f"MoE layer on {device.platform}: router {router}{why_router} ({spec.router}); transport {transport.name}{why_transport}; "
     f"experts {experts}{why_experts} ({spec.expert})"
@@ -168,7 +168,7 @@ def is_here(device) -> bool:
   return hasattr(device, "client") and device.platform == jax.default_backend() and device in jax.devices()
 
 
-def _transport(options, layout, spec, device, *, mxfp8):
+def _transport(options, layout, spec, width, device, *, mxfp8):
   ranks = layout.size(layout.expert)
   name = options.transport
   alignment = te.MXFP8_BLOCK if mxfp8 else 1
@@ -180,9 +180,10 @@ def _transport(options, layout, spec, device, *, mxfp8):
   tokens_split = set(layout.expert) <= set(layout.tokens)
   if name != "xla":
     group = nccl_ep.bootstrapped()
-    if group is not None and layout.expert == (EXPERT_AXIS,) and tokens_split:
+    reason = _reason_against_group(group, spec, width, ranks, layout, tokens_split)
+    if not reason:
       return nccl_ep.NcclEpTransport(group), ""
-    reason = "a CPU" if device.platform == "cpu" else "this entry point makes none" if group is None else "its axes do not split the tokens"
+    reason = "a CPU" if device.platform == "cpu" else reason
     reason = f" [no NCCL EP group: {reason}]"
     if name == "nccl_ep":
       raise RefusedError(
@@ -191,6 +192,20 @@ def _transport(options, layout, spec, device, *, mxfp8):
         fix="set moe_te.transport=auto",
       )
   return XlaTransport(spec.num_experts, layout.expert, ranks, tokens_split, alignment, options.capacity_factor), reason
+
+
+def _reason_against_group(group, spec, width, ranks, layout, tokens_split) -> str:
+  """Why this process's NCCL EP group is not for this layer, or nothing."""
+  if group is None:
+    return "this entry point makes none"
+  if (group.num_experts, group.experts_per_token, group.ranks, group.width) != (
+    spec.num_experts,
+    spec.router.experts_per_token,
+    ranks,
+    width,
+  ):
+    return "this process's is for another model"
+  return "" if layout.expert == (EXPERT_AXIS,) and tokens_split else "its axes do not split the tokens"
 
 
 def check_transport(options: MoeTeOptions, ranks: int) -> None:

@@ -25,7 +25,6 @@ from maxtext_moe_te.settings import xla_flags
 from maxtext_moe_te.settings.config import MoeTeOptions
 
 log = logging.getLogger("maxtext_moe_te")
-log = logging.getLogger("maxtext_moe_te")
 TRAIN = "maxtext.trainers.pre_train.train"
 
 
@@ -101,7 +100,7 @@ def seams(overlay, options: MoeTeOptions) -> list[Seam]:
           reason="called once per pass over the model, between the parameters and the loop over layers",
         )
       )
-    needed.append(_group(options))
+    needed += [_group(options), _group_of_models(options)]
     if options.metrics or options.capacity_factor:
       recorder, train_step = _metrics(options)
       needed += [recorder, train_step]
@@ -139,6 +138,15 @@ def _group(options):
     replace=expert_group.bootstrapping_before_state(options),
     passes=("data_iterator", "config", "mesh"),
     reason="this MaxText knows no NCCL EP; this call comes where others make the group",
+  )
+
+
+def _group_of_models(options):
+  return Seam(
+    target="maxtext.utils.model_creation_utils:from_pretrained",
+    replace=expert_group.bootstrapping_models(options),
+    passes=("config", "mesh", "devices", "model_mode"),
+    reason="all post-training, the training engine and decoding make their models here, before they trace them",
   )
 
 

@@ -80,6 +80,12 @@ class Bootstrap:
       if wrong:
         raise RefusedError(found=found, needed=needed, fix=fix)
 
+  def serves(self, other: "Bootstrap") -> bool:
+    """Whether a group for this is one for `other` too: the same layers, with no more tokens."""
+    return other.max_tokens_per_rank <= self.max_tokens_per_rank and self == dataclasses.replace(
+      other, max_tokens_per_rank=self.max_tokens_per_rank
+    )
+
   @property
   def capacity(self) -> int:
     """R, in rows."""
@@ -108,14 +114,9 @@ def bootstrap(group: Bootstrap, mesh: jax.sharding.Mesh, expert_axis: str) -> No
     RefusedError: NCCL EP cannot serve `group`, or this process has one for something else.
   """
   global _bootstrapped
-  if _bootstrapped == group:
-    return
+  check_none_but(group)
   if _bootstrapped is not None:
-    raise RefusedError(
-      found=f"this process's NCCL EP group is for {_bootstrapped}, and a run asks for {group}",
-      needed="one shape of MoE layer per process",
-      fix="start the second run in a process of its own",
-    )
+    return
   group.check()
   from transformer_engine.jax.ep import ep_bootstrap
   from transformer_engine.jax.sharding import MeshResource, global_shard_guard
@@ -132,6 +133,20 @@ def bootstrap(group: Bootstrap, mesh: jax.sharding.Mesh, expert_axis: str) -> No
       drop_on_overflow=bool(group.capacity_factor),
     )
   _bootstrapped = group
+
+
+def check_none_but(group: Bootstrap) -> None:
+  """Refuses a second group: a process has one.
+
+  Raises:
+    RefusedError: this process has a group that does not serve `group`.
+  """
+  if _bootstrapped is not None and not _bootstrapped.serves(group):
+    raise RefusedError(
+      found=f"this process's NCCL EP group is for {_bootstrapped}, and a model asks for {group}",
+      needed="one shape of MoE layer per process",
+      fix="set moe_te.transport=xla, or give each model a process of its own",
+    )
 
 
 def check_local_devices() -> None:
