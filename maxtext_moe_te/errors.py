@@ -9,11 +9,14 @@
     ├── RefusedError           a run that would not be exact, or would hang or abort, under the plugin
     └── CapacityError          a step that needed more receive capacity than the run was given
 
-Nothing else belongs here: an error of MaxText, JAX or XLA surfaces as it is, but for what MaxText's configuration refuses.
+Nothing else belongs here: an error of MaxText, JAX or XLA surfaces as it is, but for what MaxText's configuration refuses where
+`in_one_line` is in force. OptionError and RefusedError are ValueErrors too: what MaxText raises for such a configuration.
 """
 
+import contextlib
 import difflib
 from collections.abc import Iterable
+from contextvars import ContextVar
 
 
 class MoeTeError(Exception):
@@ -44,7 +47,7 @@ def _rebuild(cls, found, needed, fix):
   return cls(found=found, needed=needed, fix=fix)
 
 
-class OptionError(MoeTeError):
+class OptionError(MoeTeError, ValueError):
   """A `moe_te` option or a MaxText key that does not exist, or has a wrong value."""
 
 
@@ -64,12 +67,30 @@ class PatchError(MoeTeError):
   """A source tree that the patches in patches/ were not made for, or an import hook that cannot be placed."""
 
 
-class RefusedError(MoeTeError):
+class RefusedError(MoeTeError, ValueError):
   """A run that would not be exact, or would hang or abort, under the plugin."""
 
 
 class CapacityError(MoeTeError):
   """A step that needed more receive capacity than the run was given. Its update was not applied."""
+
+
+_one_line = ContextVar("one_line", default=False)
+
+
+@contextlib.contextmanager
+def in_one_line():
+  """Says that somebody above shows errors in one line: a command line, not a program that handles MaxText's own."""
+  token = _one_line.set(True)
+  try:
+    yield
+  finally:
+    _one_line.reset(token)
+
+
+def wanted_in_one_line() -> bool:
+  """Whether somebody above does."""
+  return _one_line.get()
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from maxtext_moe_te.errors import MoeTeError, OptionError, RefusedError, nearest
+from maxtext_moe_te.errors import MoeTeError, OptionError, RefusedError, in_one_line, nearest
 from maxtext_moe_te.settings import overlay as overlays
 from maxtext_moe_te.settings import variable, xla_flags
 from maxtext_moe_te.settings import words as our_words
@@ -116,7 +116,8 @@ def status_of(call: Callable[[], int | None]) -> int:
     int: that; 2 for an error explained in one line; 130 when interrupted.
   """
   try:
-    return call() or 0
+    with in_one_line():
+      return call() or 0
   except KeyboardInterrupt:
     return _leave(130)
   except SystemExit as end:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 
-from maxtext_moe_te.errors import MoeTeError, OptionError, RefusedError
+from maxtext_moe_te.errors import MoeTeError, OptionError, RefusedError, in_one_line
 from maxtext_moe_te.moe import te_api
 from maxtext_moe_te.settings import xla_flags
 from maxtext_moe_te.tools import described, streams
@@ -339,4 +339,5 @@ def ratio(found: int, expected: int) -> str:
 
 
 if __name__ == "__main__":
-  sys.exit(main(*sys.argv[1:]))
+  with in_one_line():
+    sys.exit(main(*sys.argv[1:]))

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 
-from maxtext_moe_te.errors import MoeTeError
+from maxtext_moe_te.errors import MoeTeError, in_one_line
 from maxtext_moe_te.tools import deep
 from maxtext_moe_te.tools.doctor.checks import ERROR, WARNING, Finding
 
@@ -192,7 +192,8 @@ def main() -> dict:
 
 if __name__ == "__main__":
   try:
-    answer = main()
+    with in_one_line():
+      answer = main()
   except MoeTeError as error:
     answer = {"refused": error.fields}
   print("RESULT", json.dumps(answer), flush=True)

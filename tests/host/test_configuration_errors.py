@@ -1,8 +1,13 @@
 """What the configuration seam says of words, keys, values, variables and files that are wrong."""
 
-import pytest
+import os
+import subprocess
+import sys
 
-from maxtext_moe_te.errors import OptionError
+import pytest
+import yaml
+
+from maxtext_moe_te.errors import OptionError, in_one_line
 from maxtext_moe_te.settings.config import MoeTeOptions
 from tests.host.conftest import refused
 
@@ -41,9 +46,16 @@ def test_nested_and_multimodal_keys_are_known(resolve):
   ],
 )
 def test_values_that_maxtext_refuses(resolve, word, text):
-  with pytest.raises(OptionError, match=text) as caught:
-    resolve(word, *(["base_moe_mlp_dim=32"] if "experts" in word else []))
+  """One line on a command line, MaxText's own error in a program."""
+  words = [word, *(["base_moe_mlp_dim=32"] if "experts" in word else [])]
+  with pytest.raises(OptionError, match=text) as caught, in_one_line():
+    resolve(*words)
   assert caught.value.__cause__ is None
+  with pytest.raises(ValueError) as plain:
+    resolve(*words, plain=True)
+  with pytest.raises(type(plain.value)) as ours:
+    resolve(*words)
+  assert str(ours.value) == str(plain.value)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +70,10 @@ def test_values_that_maxtext_refuses(resolve, word, text):
 def test_variables_that_maxtext_refuses(resolve, monkeypatch, variable, value, words, text):
   monkeypatch.setenv(variable, value)
   assert text in refused(resolve, OptionError, *words)
+  with pytest.raises((ValueError, TypeError)) as plain:
+    resolve(*words, plain=True)
+  with pytest.raises(type(plain.value)):
+    resolve(*words)
 
 
 def test_an_empty_model_name(resolve):
@@ -79,6 +95,7 @@ def test_our_words_do_not_reach_maxtext(resolve, word):
 def test_missing_and_broken_files(resolve, pyconfig, tmp_path):
   from maxtext_moe_te.host import configuration, patching
 
+  raised = {}
   (tmp_path / "broken.yml").write_text("a: [1\n")
   (tmp_path / "orphan.yml").write_text("base_config: no_such_base.yml\n")
   (tmp_path / "binary.yml").write_bytes(b"\xff\xfe\xe9")
@@ -89,5 +106,42 @@ def test_missing_and_broken_files(resolve, pyconfig, tmp_path):
       (f"{tmp_path}/orphan.yml", "MaxText's configuration cannot be read: "),
       (f"{tmp_path}/binary.yml", "MaxText's configuration cannot be read: "),
     ):
-      with pytest.raises(OptionError, match=text):
+      with pytest.raises(OptionError, match=text) as ours:
         pyconfig.initialize(["train.py", name])
+      raised[name] = ours
+  for name, ours in raised.items():
+    if "binary" in name:
+      continue  # MaxText's UnicodeDecodeError holds the bytes
+    with pytest.raises(Exception) as plain:
+      pyconfig.initialize(["train.py", name])
+    kinds = (FileNotFoundError, yaml.YAMLError)
+    assert [isinstance(ours.value, kind) for kind in kinds] == [isinstance(plain.value, kind) for kind in kinds]
+
+
+COMMANDS = """
+import sys
+from maxtext_moe_te import cli
+from maxtext.configs import pyconfig
+base = pyconfig.__file__.replace("pyconfig.py", "base.yml")
+standing = ["hardware=cpu", "skip_jax_distributed_system=true", "run_name=t", "log_config=false"]
+value = ["per_device_batch_size=abc"]
+both = ["model_name=deepseek3-tiny", "vocab_size=7"]
+together = ["num_experts=4", "base_moe_mlp_dim=7"]
+for command, words in ((["train"], value), (["train"], both), (["train"], together), (["config", "show"], value)):
+  print("STATUS", cli.main([*command, base, *standing, *words]), "SAID", file=sys.stderr)
+"""
+
+
+def test_the_command_line_shows_each_in_one_line(tmp_path):
+  """Outside of pytest, in which MaxText raises; on its own it prints five lines and ends the process."""
+  done = subprocess.run(
+    [sys.executable, "-c", COMMANDS], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()}, cwd=tmp_path
+  )
+  assert done.returncode == 0, done.stderr
+  said = done.stderr.split("SAID\n")[:-1]
+  for text in said:
+    errors = [line.partition(" error: ")[2] for line in text.splitlines() if "error" in line.lower()]
+    assert len(errors) == 1 and errors[0], text
+    assert text.endswith("STATUS 2 ") and "Traceback" not in text and "====" not in text, text
+  assert ["Fix: change per_device_batch_size." in text for text in said] == [True, False, False, True]
+  assert "Fix: write override_model_config=true, or remove it." in said[1]

@@ -21,6 +21,18 @@ from maxtext_moe_te.settings.xla_flags import as_text
 NOT_UPSTREAM_TE = {"te_moe_block": False, "te_gmm_quantization": "", "ragged_buffer_factor": -1.0}
 
 
+class MissingFileError(OptionError, FileNotFoundError):
+  """A YAML file that does not exist; MaxText's own is a FileNotFoundError."""
+
+
+class UnreadableError(OptionError, yaml.YAMLError, omegaconf.errors.OmegaConfBaseException):
+  """A YAML file or a word that cannot be parsed; MaxText's own is one of these."""
+
+
+class UnsettableError(OptionError, TypeError):
+  """A variable in the place of a list or a map; MaxText's own is a TypeError."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
   """What one call asks for, before MaxText resolves it; the maps go from key to value.
@@ -88,7 +100,7 @@ def read(argv: Sequence[str] | None, config_class: type, kwargs: Mapping[str, An
   overlay = dataclasses.replace(overlay, maxtext=kept)
   path, words = pyconfig._resolve_or_infer_config(argv, **kwargs)
   if not os.path.isfile(path):
-    raise OptionError(
+    raise MissingFileError(
       found=f"the run's YAML {kwargs.get('base_config') or argv[1]} does not exist",
       needed="the path of a YAML file, as the first word",
       fix="correct the path, or leave the word out: MaxText then takes its own",
@@ -104,7 +116,8 @@ def read(argv: Sequence[str] | None, config_class: type, kwargs: Mapping[str, An
       model_path = _model_path(path, str(name).replace("-Instruct", ""))
       model = plain(omegaconf.OmegaConf.load(model_path)) if os.path.isfile(model_path) else {}
   except (OSError, UnicodeDecodeError, yaml.YAMLError, omegaconf.errors.OmegaConfBaseException) as error:
-    raise OptionError(
+    kind = MissingFileError if isinstance(error, OSError) else UnreadableError
+    raise kind(
       found=f"MaxText's configuration cannot be read: {error}",
       needed="YAML files that exist, and key=value words",
       fix=f"correct {getattr(error, 'filename', None) or path} or the words",
@@ -183,7 +196,7 @@ def _variables(found):
 def _parsed(variable, text, original):
   """The value of a variable, read as MaxText reads it: as the type of what it replaces."""
   if not isinstance(original, bool | str | int | float):
-    raise OptionError(
+    raise UnsettableError(
       found=f"the environment variable {variable}, in place of {original}",
       needed="a variable only for text, a number, true or false",
       fix=f"unset {variable} and write the value on the command line",

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pydantic
-from maxtext.configs import types
+from maxtext.configs import pyconfig, types
 
-from maxtext_moe_te.errors import OptionError, RefusedError
+from maxtext_moe_te.errors import OptionError, RefusedError, wanted_in_one_line
 from maxtext_moe_te.host.configuration import inputs, join
 from maxtext_moe_te.host.patching import Seam
 from maxtext_moe_te.settings.config import MoeTeOptions
@@ -21,7 +21,11 @@ from maxtext_moe_te.settings.overlay import Overlay
 
 log = logging.getLogger("maxtext_moe_te")
 
+MOST_TEXT = 600  # characters of what MaxText says: some of its messages name everything that it knows
+
 _PYCONFIG = "maxtext.configs.pyconfig"
+# What MaxText's configuration raises for what the user wrote. Anything else is not about that, and MaxText ends the process for it.
+_REFUSALS = (ValueError, NotImplementedError)
 
 
 def config_seams(overlay: Overlay | None, options: MoeTeOptions, checks: Sequence[Callable[[Any], None]] = ()) -> list[Seam]:
@@ -66,10 +70,11 @@ def resolved(original: Callable, argv, config_class: type, options: MoeTeOptions
     options: ours.
 
   Raises:
-    OptionError: MaxText refuses a value, or several that do not go together.
+    OptionError: MaxText refuses a value, or several that do not go together, and who asks wants it in one line; else what MaxText raises.
     RefusedError: the model would drop tokens, or run on MaxText's own Transformer Engine path.
   """
-  with _in_one_line(), _of_class(original, relaxed(config_class, options)) as more:
+  one_line = _refusals_in_one_line() if wanted_in_one_line() else contextlib.nullcontext()
+  with one_line, _of_class(original, relaxed(config_class, options)) as more:
     config = original(argv, **more, **kwargs)
   if options.enabled:
     _check_dropless(config)
@@ -90,18 +95,37 @@ def _of_class(original, config_class):
 
 
 @contextlib.contextmanager
-def _in_one_line():
-  """What MaxText's validators say about a value, or about several that do not go together, without the traceback around it."""
+def _refusals_in_one_line():
+  """What MaxText says about a value, or about several that do not go together, without the traceback or the lines around it."""
+  name = "_handle_config_exception"  # it prints, and ends the process unless a test runs it; older sources have none
+  handle = vars(pyconfig).get(name)
+  if handle is not None:
+    setattr(pyconfig, name, lambda error: None)
   try:
     yield
-  except pydantic.ValidationError as error:
-    first = error.errors(include_url=False, include_context=False)[0]
-    key = first["loc"][0] if first["loc"] else ""  # further parts name types that were tried
-    raise OptionError(
-      found=f"{key}={first['input']}, which MaxText refuses" if key else "a combination of values that MaxText refuses",
-      needed=" ".join(first["msg"].removeprefix("Value error, ").split()).rstrip("."),
-      fix=f"change {key}" if key else "change one of the keys named there",
-    ) from None
+  except _REFUSALS as error:
+    raise _explained(error) from None
+  except Exception as error:
+    if handle is not None:
+      handle(error)
+    raise
+  finally:
+    if handle is not None:
+      setattr(pyconfig, name, handle)
+
+
+def _explained(error):
+  if not isinstance(error, pydantic.ValidationError):
+    text = " ".join(str(error).split())[:MOST_TEXT].rstrip(".")
+    fix = "write override_model_config=true, or remove it" if "override_model_config" in text else "change what it names"
+    return OptionError(found=f"MaxText refuses the configuration: {text}", needed="one that it takes", fix=fix)
+  first = error.errors(include_url=False, include_context=False)[0]
+  key = first["loc"][0] if first["loc"] else ""  # further parts name types that were tried
+  return OptionError(
+    found=f"{key}={first['input']}, which MaxText refuses" if key else "a combination of values that MaxText refuses",
+    needed=" ".join(first["msg"].removeprefix("Value error, ").split()).rstrip(".")[:MOST_TEXT],
+    fix=f"change {key}" if key else "change one of the keys named there",
+  )
 
 
 @functools.cache
