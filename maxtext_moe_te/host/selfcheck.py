@@ -89,7 +89,7 @@ def settle(config, options: MoeTeOptions) -> str:
     SeamError: texts are unknown, and `selfcheck=never`.
     RefusedError: the numbers differ, or could not be got.
   """
-  if not options.enabled or not rules_from_config.is_moe(config):
+  if not options.enabled or not rules_from_config.is_moe(config) or rules_from_config.is_sampler(config):
     return ""
   unknown = known.unknown((known.LAYER, known.STEP))
   if not unknown and options.selfcheck != "always":
