@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from maxtext.layers import moe
 
-from maxtext_moe_te.host import layer, parts
+from maxtext_moe_te.host import layer, parts, rules_from_config
 from maxtext_moe_te.settings.config import MoeTeOptions
 
 KERNELS = ("wi", "wi_0", "wi_1", "wo")
@@ -51,7 +51,7 @@ def _cast(model, options):
 
 def _before_the_loop(module, options) -> bool:
   config = module.config
-  if jnp.dtype(config.dtype).itemsize >= jnp.dtype(config.weight_dtype).itemsize:
+  if rules_from_config.is_sampler(config) or jnp.dtype(config.dtype).itemsize >= jnp.dtype(config.weight_dtype).itemsize:
     return False
   if options.cast_weights == "step":
     return True

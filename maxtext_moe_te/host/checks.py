@@ -1,5 +1,7 @@
 """What is asked of a resolved configuration before anything is built. Imports none of MaxText's layers, so that it is cheap to ask."""
 
+import jax
+
 from maxtext_moe_te.errors import RefusedError
 from maxtext_moe_te.host import overflow, parts, rules_from_config
 from maxtext_moe_te.moe import te_api
@@ -16,7 +18,7 @@ def check_config(config, options: MoeTeOptions = MoeTeOptions()) -> None:
   refused = rules_from_config.refusal(config)
   if refused:
     raise refused
-  if rules_from_config.is_moe(config):
+  if rules_from_config.is_moe(config) and not rules_from_config.is_sampler(config):
     sizes = axis_sizes(config)
     rules_from_config.check_mesh(config, sizes)
     parts.check_transport(options, sizes.get("expert", 1))
@@ -41,8 +43,9 @@ def _check_cast(options, config):
 def axis_sizes(config) -> dict[str, int]:
   """Size of every mesh axis; one left open (-1) gets the devices the others leave."""
   sizes = {}
+  every = config.num_target_devices or jax.device_count()  # reinforcement learning's class leaves it open
   for parallelism, devices in (
-    (config.ici_parallelism, config.num_target_devices // max(config.num_slices, 1)),
+    (config.ici_parallelism, every // max(config.num_slices, 1)),
     (config.dcn_parallelism, max(config.num_slices, 1)),
   ):
     known = 1

@@ -20,6 +20,10 @@ def replacing(options: MoeTeOptions):
   def replace(original):
     @functools.wraps(original)
     def __call__(self, inputs, input_ids=None, gate_inputs=None, out_sharding=None, forced_routed_experts=None):
+      if rules_from_config.is_sampler(self.config):
+        given = {"input_ids": input_ids, "gate_inputs": gate_inputs, "out_sharding": out_sharding}
+        forced = {} if forced_routed_experts is None else {"forced_routed_experts": forced_routed_experts}  # 0.2.4 has none
+        return original(self, inputs, **given, **forced)
       del out_sharding  # as in MaxText's sparse path: the layer's own output sharding holds
       return _routed_moe(self, options, inputs, input_ids, gate_inputs, forced_routed_experts)
 

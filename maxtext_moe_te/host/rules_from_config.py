@@ -33,6 +33,9 @@ DECODER_BLOCKS = (
 )
 
 
+SAMPLERS = ("vllm_rpa", "vllm_batched_rpa")  # `attention` of a model that vLLM runs
+
+
 def router_rule(config, *, hash_routing: bool = False) -> RouterRule:
   """The rule that MaxText's `get_topk` follows under this configuration.
 
@@ -105,9 +108,14 @@ def is_moe(config) -> bool:
   return config.num_experts > 1
 
 
+def is_sampler(config) -> bool:
+  """Whether this configuration is that of a model inside vLLM, whose MoE layer is vLLM's: it stays on MaxText's own."""
+  return config.attention in SAMPLERS
+
+
 def refusal(config) -> RefusedError | None:
   """Why this configuration would not be exact under the plugin, or None."""
-  if not is_moe(config):
+  if not is_moe(config) or is_sampler(config):
     return None
   for wrong, found, needed, fix in (*_rules_of_refusal(config), *_rules_of_this_source(config)):
     if wrong:
@@ -132,12 +140,6 @@ def _rules_of_refusal(config):
       f"{key}=false",
       f"set {key}=false, {off}",
     )
-  yield (
-    config.attention in ("vllm_rpa", "vllm_batched_rpa"),
-    f"attention={config.attention}, whose MoE layer is vLLM's",
-    "a training attention kernel",
-    f"set attention=cudnn_flash_te (GPU) or attention=dot_product, {off}",
-  )
   quantization = str(getattr(config.quantization, "value", config.quantization) or "")
   yield (
     bool(quantization) and not quantization.startswith("te_"),

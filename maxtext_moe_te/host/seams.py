@@ -78,9 +78,8 @@ def _unbind(recorder) -> None:
 def seams(overlay, options: MoeTeOptions) -> list[Seam]:
   """The seams that these options need."""
   checks = [functools.partial(check_config, options=options)] if options.enabled else []
-  checks.append(functools.partial(remat.check, options))
   checks.append(functools.partial(_check_source, options))
-  needed = config_seams(overlay, options, checks=checks)
+  needed = config_seams(overlay, options, checks=checks, own_checks=[functools.partial(remat.check, options)])
   needed.append(TRANSFORMER_ENGINE_CONTEXT)
   if options.enabled:
     needed.append(

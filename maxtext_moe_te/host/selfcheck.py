@@ -77,6 +77,11 @@ def bound(name: str) -> float:
   return GRADIENT_BOUND if name.split(" ")[-1].startswith("d_") else FORWARD_BOUND
 
 
+def _applies(config, options):
+  moe = rules_from_config.is_moe(config) and not rules_from_config.is_sampler(config)
+  return options.enabled and moe and not _comparing
+
+
 def settle(config, options: MoeTeOptions) -> str:
   """Lets a run go on whose MaxText is known, or equal by numbers.
 
@@ -91,7 +96,7 @@ def settle(config, options: MoeTeOptions) -> str:
     SeamError: texts are unknown, and `selfcheck=never`.
     RefusedError: the numbers differ, or could not be got.
   """
-  if _comparing or not options.enabled or not rules_from_config.is_moe(config):
+  if not _applies(config, options):
     return ""
   unknown = known.unknown((known.LAYER, known.STEP))
   if not unknown and options.selfcheck != "always":
@@ -111,7 +116,7 @@ def settle_together(config, options: MoeTeOptions) -> str:
   Raises:
     SeamError, RefusedError: as `settle`, naming the node; or the processes import different sources of MaxText.
   """
-  if _comparing or not options.enabled or not rules_from_config.is_moe(config):
+  if not _applies(config, options):
     return ""
   digests = agreement.agree(" ".join(known.judge(group).digest for group in known.GROUPS), "MaxText's source")
   common = collections.Counter(verdict.reason for verdict in digests).most_common(1)[0][0]

@@ -36,11 +36,6 @@ CONFIGURATIONS = [
     "use_lineage=false" + OFF,
   ),
   (
-    dict(attention="vllm_rpa"),
-    "attention=vllm_rpa, whose MoE layer is vLLM's; needed: a training attention kernel. Fix: set attention=cudnn_flash_te (GPU) or "
-    "attention=dot_product" + OFF,
-  ),
-  (
     dict(quantization="fp8"),
     "quantization=fp8, which MaxText applies to expert products too; needed: quantization='' or one of Transformer Engine's recipes "
     "(te_…). Fix: set quantization=''" + OFF,

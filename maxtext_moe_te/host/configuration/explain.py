@@ -37,7 +37,7 @@ def explain(argv: Sequence[str], overlay: Overlay | None, options: MoeTeOptions)
   Raises:
     MoeTeError: what a run would be refused for before its model is looked at.
   """
-  inputs = reading.read(argv, types.MaxTextConfig, {}, overlay or Overlay(()))
+  inputs = reading.read(reading.ask(argv, {}), types.MaxTextConfig, overlay or Overlay(()))
   plan = join.plan(inputs, options)
   quiet = {"skip_jax_distributed_system": True, "log_config": False}  # keywords beat words
   resolve = inspect.unwrap(pyconfig.initialize)  # ours, if the plugin is active, would take the plan's keys for the user's

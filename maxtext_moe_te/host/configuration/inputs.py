@@ -3,6 +3,7 @@
 Owns the refusal of what cannot be read and of keys that do not exist, each with the place where it stands.
 """
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,27 @@ class UnreadableError(OptionError, yaml.YAMLError, omegaconf.errors.OmegaConfBas
 
 class UnsettableError(OptionError, TypeError):
   """A variable in the place of a list or a map; MaxText's own is a TypeError."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+  """What one call gives, and the YAML files it names.
+
+  Args:
+    path: of the run's YAML.
+    base: that and its base_config chain, joined.
+    words: key=value on the command line.
+    kwargs: keyword arguments.
+  """
+
+  path: str
+  base: dict[str, Any]
+  words: dict[str, Any]
+  kwargs: dict[str, Any]
+
+  def get(self, key: str, default: Any = None) -> Any:
+    """What the call says about a key, before model YAML, overlay and variables."""
+    return {**self.base, **self.words, **self.kwargs}.get(key, default)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,21 +105,16 @@ class Inputs:
     return f"overlay {self.overlay.sources.get(f'maxtext.{key}', ','.join(self.overlay.names))}"
 
 
-def read(argv: Sequence[str] | None, config_class: type, kwargs: Mapping[str, Any], overlay: Overlay) -> Inputs:
-  """Reads what MaxText will read.
+def ask(argv: Sequence[str] | None, kwargs: Mapping[str, Any]) -> Asked:
+  """Reads the words and the run's YAML.
 
   Args:
-    argv, config_class, kwargs: those of MaxText's `initialize`.
-    overlay: keys to join.
+    argv, kwargs: those of MaxText's `initialize`.
 
   Raises:
-    OptionError: a file or a word that cannot be read, or a key that does not exist.
+    OptionError: a file or a word that cannot be read.
   """
   _check_words(argv, kwargs)
-  fields = config_class.model_fields
-  absent = {key for key in NOT_UPSTREAM_TE if key not in fields}  # MaxText 0.2.4 has none of it
-  kept = {key: value for key, value in overlay.maxtext.items() if not (key in absent and value == NOT_UPSTREAM_TE[key])}
-  overlay = dataclasses.replace(overlay, maxtext=kept)
   path, words = pyconfig._resolve_or_infer_config(argv, **kwargs)
   if not os.path.isfile(path):
     raise MissingFileError(
@@ -105,16 +122,50 @@ def read(argv: Sequence[str] | None, config_class: type, kwargs: Mapping[str, An
       needed="the path of a YAML file, as the first word",
       fix="correct the path, or leave the word out: MaxText then takes its own",
     )
-  try:
-    base = plain(pyconfig._load_config(path))
-    words = plain(omegaconf.OmegaConf.from_cli(list(words)))
-    name = {**base, **overlay.maxtext, **words, **kwargs}.get("model_name", "default")
-    model, model_path = {}, ""
-    if name is None:
-      raise OptionError(found="model_name is empty", needed="a model of MaxText", fix="name one, or remove the word")
-    if name != "default":
-      model_path = _model_path(path, str(name).replace("-Instruct", ""))
+  with _reading(path):
+    return Asked(
+      path=path, base=plain(pyconfig._load_config(path)), words=plain(omegaconf.OmegaConf.from_cli(list(words))), kwargs=dict(kwargs)
+    )
+
+
+def read(asked: Asked, config_class: type, overlay: Overlay) -> Inputs:
+  """Reads what MaxText will read for a call.
+
+  Args:
+    asked: the call.
+    config_class: the one that MaxText's `initialize` gets.
+    overlay: keys to join.
+
+  Raises:
+    OptionError: a file that cannot be read, a variable that cannot be used, or a key that does not exist.
+  """
+  fields = config_class.model_fields
+  absent = {key for key in NOT_UPSTREAM_TE if key not in fields}  # a MaxText, or a class, that has none of it
+  kept = {key: value for key, value in overlay.maxtext.items() if not (key in absent and value == NOT_UPSTREAM_TE[key])}
+  overlay = dataclasses.replace(overlay, maxtext=kept)
+  name = {**asked.base, **overlay.maxtext, **asked.words, **asked.kwargs}.get("model_name", "default")
+  model, model_path = {}, ""
+  if name is None:
+    raise OptionError(found="model_name is empty", needed="a model of MaxText", fix="name one, or remove the word")
+  if name != "default":
+    model_path = _model_path(asked.path, str(name).replace("-Instruct", ""))
+    with _reading(model_path):
       model = plain(omegaconf.OmegaConf.load(model_path)) if os.path.isfile(model_path) else {}
+  found = Inputs(
+    fields=fields, base=asked.base, base_path=asked.path, model=model, model_path=model_path, overlay=overlay, words=asked.words,
+    kwargs=asked.kwargs, variables={}, texts={},
+  )  # fmt: skip
+  texts = _variables(found)
+  values = {key: _parsed(pyconfig.yaml_key_to_env_key(key), text, found.resolved({})[key]) for key, text in texts.items()}
+  found = dataclasses.replace(found, variables=values, texts=texts)
+  _check_keys(found)
+  return found
+
+
+@contextlib.contextmanager
+def _reading(path):
+  try:
+    yield
   except (OSError, UnicodeDecodeError, yaml.YAMLError, omegaconf.errors.OmegaConfBaseException) as error:
     kind = MissingFileError if isinstance(error, OSError) else UnreadableError
     raise kind(
@@ -122,15 +173,6 @@ def read(argv: Sequence[str] | None, config_class: type, kwargs: Mapping[str, An
       needed="YAML files that exist, and key=value words",
       fix=f"correct {getattr(error, 'filename', None) or path} or the words",
     ) from error
-  found = Inputs(
-    fields=fields, base=base, base_path=path, model=model, model_path=model_path, overlay=overlay, words=words, kwargs=dict(kwargs),
-    variables={}, texts={},
-  )  # fmt: skip
-  texts = _variables(found)
-  values = {key: _parsed(pyconfig.yaml_key_to_env_key(key), text, found.resolved({})[key]) for key, text in texts.items()}
-  found = dataclasses.replace(found, variables=values, texts=texts)
-  _check_keys(found)
-  return found
 
 
 def chain(path: str):

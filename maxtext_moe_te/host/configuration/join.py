@@ -12,7 +12,7 @@ import omegaconf
 from maxtext.configs import pyconfig
 
 from maxtext_moe_te.errors import OptionError, RefusedError
-from maxtext_moe_te.host import remat
+from maxtext_moe_te.host import remat, rules_from_config
 from maxtext_moe_te.host.configuration.inputs import NOT_UPSTREAM_TE, Inputs, differ, shown
 from maxtext_moe_te.settings.config import MoeTeOptions
 
@@ -39,8 +39,13 @@ class Plan:
   lines: tuple[str, ...]
 
 
-def plan(inputs: Inputs, options: MoeTeOptions) -> Plan:
+def plan(inputs: Inputs, options: MoeTeOptions, own: bool = True) -> Plan:
   """Decides what is added.
+
+  Args:
+    inputs: what the call asks for.
+    options: ours.
+    own: whether it is the run's own configuration, see `scope`; another is not given permission to differ from its model YAML.
 
   Raises:
     OptionError: MaxText would not take the user's own words.
@@ -53,11 +58,17 @@ def plan(inputs: Inputs, options: MoeTeOptions) -> Plan:
     elif differ(value, inputs.user[key]):
       lost[key] = inputs.by_user(key)
       lines.append(f"{shown(key, value)} of {inputs.by_overlay(key)} not used: {lost[key]} wins")
-  if options.enabled:
+  attention = inputs.resolved(injected).get("attention")
+  if attention in rules_from_config.SAMPLERS:
+    lines.append(f"attention={attention}: a sampler of vLLM, which stays on MaxText's own MoE layer")
+  elif options.enabled:
     switched, why = _switches(inputs, injected)
+    if not own:
+      switched = {key: value for key, value in switched.items() if inputs.model.get(key, value) == value}
     injected |= switched
     lines += why
-  injected |= remat.injected(options, inputs.user, inputs.resolved(injected), inputs.by_user)
+  if own:
+    injected |= remat.injected(options, inputs.user, inputs.resolved(injected), inputs.by_user)
   # MaxText's own comparison, not `differ`.
   replaced = {key: inputs.model[key] for key in injected if key in inputs.model and injected[key] != inputs.model[key]}
   lines += [f"{shown(key, value)} of {inputs.model_path} replaced: {shown(key, injected[key])}" for key, value in replaced.items()]

@@ -14,7 +14,8 @@ import pydantic
 from maxtext.configs import pyconfig, types
 
 from maxtext_moe_te.errors import OptionError, RefusedError, wanted_in_one_line
-from maxtext_moe_te.host.configuration import inputs, join
+from maxtext_moe_te.host import rules_from_config
+from maxtext_moe_te.host.configuration import inputs, join, scope
 from maxtext_moe_te.host.patching import Seam
 from maxtext_moe_te.settings.config import MoeTeOptions
 from maxtext_moe_te.settings.overlay import Overlay
@@ -24,26 +25,42 @@ log = logging.getLogger("maxtext_moe_te")
 MOST_TEXT = 600  # characters of what MaxText says: some of its messages name everything that it knows
 
 _PYCONFIG = "maxtext.configs.pyconfig"
+# What MaxText's configuration raises for what the user wrote. Anything else is not about that, and MaxText ends the process for it.
+_REFUSALS = (ValueError, NotImplementedError)
 
 
-def config_seams(overlay: Overlay | None, options: MoeTeOptions, checks: Sequence[Callable[[Any], None]] = ()) -> list[Seam]:
+def config_seams(
+  overlay: Overlay | None,
+  options: MoeTeOptions,
+  checks: Sequence[Callable[[Any], None]] = (),
+  own_checks: Sequence[Callable[[Any], None]] = (),
+) -> list[Seam]:
   """The seams on MaxText's two ways to a configuration.
 
   Args:
-    overlay: what to inject, or None.
-    options: shown in the configuration as `moe_te`; with `enabled` false MaxText's MoE keys are left alone.
+    overlay: what to inject into the run's own configuration, see `scope`; or None.
+    options: shown in every configuration as `moe_te`; with `enabled` false MaxText's MoE keys are left alone.
     checks: called in order with each resolved configuration; they raise what refuses it.
+    own_checks: called before them with the run's own.
   """
+  run, nothing = scope.Scope(), Overlay(())
 
   def replace(original):
     @functools.wraps(original)
     def resolve_with_overlay(argv=None, config_class=types.MaxTextConfig, **kwargs):
-      plan = join.plan(inputs.read(argv, config_class, kwargs, overlay or Overlay(())), options)
+      asked = inputs.ask(argv, kwargs)
+      beside = run.beside(asked)
+      own = not beside
+      plan = join.plan(inputs.read(asked, config_class, (overlay if own else None) or nothing), options, own)
+      if withheld := [] if own else [*(overlay or nothing).names, *(["moe_te.offload"] if options.offload else [])]:
+        log.info("a configuration beside the run's own (%s): %s not used for it", beside, ", ".join(withheld))
       for line in plan.lines:
         log.info(line)
       config = resolved(original, argv, config_class, options, {**kwargs, **plan.injected})
-      for check in checks:
+      for check in [*(own_checks if own else ()), *checks]:
         check(config)
+      if own:
+        run.remember(asked, config)
       return config
 
     return resolve_with_overlay
@@ -71,10 +88,10 @@ def resolved(original: Callable, argv, config_class: type, options: MoeTeOptions
     OptionError: MaxText refuses a value, or several that do not go together, and who asks wants it in one line; else what MaxText raises.
     RefusedError: the model would drop tokens, or run on MaxText's own Transformer Engine path.
   """
-  in_one_line = _refusals_in_one_line() if wanted_in_one_line() else contextlib.nullcontext()
-  with in_one_line, _of_class(original, relaxed(config_class, options)) as more:
+  one_line = _refusals_in_one_line() if wanted_in_one_line() else contextlib.nullcontext()
+  with one_line, _of_class(original, relaxed(config_class, options)) as more:
     config = original(argv, **more, **kwargs)
-  if options.enabled:
+  if options.enabled and not rules_from_config.is_sampler(config):
     _check_dropless(config)
   return config
 
@@ -99,20 +116,21 @@ def _of_class(original, config_class):
 @contextlib.contextmanager
 def _refusals_in_one_line():
   """What MaxText says about a value, or about several that do not go together, without the traceback or the lines around it."""
-  handle = getattr(pyconfig, "_handle_config_exception", None)  # it prints, and ends the process unless a test runs it
-  if handle:
-    pyconfig._handle_config_exception = lambda error: None
+  name = "_handle_config_exception"  # it prints, and ends the process unless a test runs it; older sources have none
+  handle = vars(pyconfig).get(name)
+  if handle is not None:
+    setattr(pyconfig, name, lambda error: None)
   try:
     yield
   except _REFUSALS as error:
     raise _explained(error) from None
   except Exception as error:
-    if handle:
+    if handle is not None:
       handle(error)
     raise
   finally:
-    if handle:
-      pyconfig._handle_config_exception = handle
+    if handle is not None:
+      setattr(pyconfig, name, handle)
 
 
 def _explained(error):
