@@ -26,6 +26,7 @@ def heavy_modules_after(code):
   [
     "maxtext_moe_te",
     "maxtext_moe_te.errors",
+    "maxtext_moe_te.signatures",
     "maxtext_moe_te.versions",
     "maxtext_moe_te.cli",
     "maxtext_moe_te.session",
@@ -39,6 +40,7 @@ def heavy_modules_after(code):
     "maxtext_moe_te.settings.rank",
     "maxtext_moe_te.settings.entries",
     "maxtext_moe_te.tools.config",
+    "maxtext_moe_te.moe.te_api",
     "maxtext_moe_te.host.patching",
     "maxtext_moe_te.tools.deep",
     "maxtext_moe_te.tools.described",
