@@ -6,7 +6,7 @@ import logging
 import jax.numpy as jnp
 
 from maxtext_moe_te.errors import RefusedError
-from maxtext_moe_te.host import agreement, rules_from_config
+from maxtext_moe_te.host import agreement, engine, rules_from_config
 from maxtext_moe_te.moe import te_api, te_runtime
 from maxtext_moe_te.moe.transport import nccl_ep
 from maxtext_moe_te.settings.config import MoeTeOptions
@@ -46,14 +46,16 @@ def bootstrapping_before_state(options: MoeTeOptions):
 
 
 def bootstrap(options: MoeTeOptions, config, mesh) -> None:
-  """Makes the NCCL EP group if the run will use one: all processes, or none.
+  """Decides what of Transformer Engine the run uses, and makes the NCCL EP group if it will use one: all processes, or none.
 
   Raises:
-    MoeTeError: moe_te.transport=nccl_ep, and a process cannot; in every process the same.
+    MoeTeError: a part was asked for by name, and a process cannot use it; in every process the same.
   """
-  ranks = mesh.shape.get("expert", 1)
-  on_cpu = mesh.devices.flat[0].platform == "cpu"
-  if options.transport not in ("auto", "nccl_ep") or ranks == 1 or on_cpu or not rules_from_config.is_moe(config):
+  device = mesh.devices.flat[0]
+  if device.platform == "cpu" or not rules_from_config.is_moe(config):
+    return
+  engine.decide(options, device)
+  if options.transport not in ("auto", "nccl_ep") or mesh.shape.get("expert", 1) == 1:
     return
   group = ep_group(options, config, dict(mesh.shape))
   # A process that took XLA's collectives alone would leave the others waiting for it in the bootstrap.
