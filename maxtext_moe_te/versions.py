@@ -35,6 +35,8 @@ JAX_CALLS = (
   Call("lax", "psum_scatter", ("x", "axis_name"), ("tiled",)),
   Call("lax", "ragged_dot", ("lhs", "rhs", "group_sizes"), ("preferred_element_type",)),
   Call("experimental.multihost_utils", "sync_global_devices", ("name",)),
+  Call("_src.distributed", "global_state"),  # its client is the only way to the coordinator's key-value store
+  Call("_src.distributed", "State.client"),
 )
 
 

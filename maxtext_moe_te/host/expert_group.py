@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_moe_te.errors import RefusedError
-from maxtext_moe_te.host import agreement, rules_from_config
+from maxtext_moe_te.host import agreement, engine, rules_from_config
 from maxtext_moe_te.moe import te_api, te_runtime
 from maxtext_moe_te.moe.transport import nccl_ep
 from maxtext_moe_te.settings.config import MoeTeOptions
@@ -64,7 +64,7 @@ def bootstrapping_models(options: MoeTeOptions):
 
 
 def bootstrap(options: MoeTeOptions, config, mesh, call: tuple[int, int] | None = None, *, decodes: bool = False) -> None:
-  """Makes the NCCL EP group if the run will use one: all processes, or none.
+  """Decides what of Transformer Engine the run uses, and makes the NCCL EP group if it will use one: all processes, or none.
 
   Args:
     options: the plugin's.
@@ -74,14 +74,16 @@ def bootstrap(options: MoeTeOptions, config, mesh, call: tuple[int, int] | None 
     decodes: whether the model is for decoding.
 
   Raises:
-    MoeTeError: moe_te.transport=nccl_ep, and a process cannot; in every process the same.
+    MoeTeError: a part was asked for by name, and a process cannot use it; in every process the same.
   """
   ranks = mesh.shape.get(EXPERT_AXIS, 1)
   moe = rules_from_config.is_moe(config) and not config.attention.startswith("vllm")  # which has its own MoE layer
   explicit = options.transport == "nccl_ep"
+  on_cpu = _platform(mesh) == "cpu"
+  if moe and not on_cpu:
+    engine.decide(options, mesh.devices.flat[0])
   if options.transport not in ("auto", "nccl_ep") or ranks == 1 or not moe:
     return
-  on_cpu = _platform(mesh) == "cpu"
   if explicit and (on_cpu or decodes):
     raise RefusedError(
       found=f"moe_te.transport=nccl_ep {'on CPUs' if on_cpu else 'for decoding, whose prefill has a batch of 1 that no axis splits'}",

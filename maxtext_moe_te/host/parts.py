@@ -6,12 +6,11 @@ An explicit choice is honoured or refused; `auto` may choose.
 import functools
 import logging
 
-import jax
 import jax.numpy as jnp
 
 from maxtext_moe_te import versions
 from maxtext_moe_te.errors import MoeTeError, RefusedError, VersionError
-from maxtext_moe_te.host import agreement, overflow
+from maxtext_moe_te.host import engine, overflow
 from maxtext_moe_te.host.expert_group import EXPERT_AXIS
 from maxtext_moe_te.moe import routing, te_api, te_router, te_runtime
 from maxtext_moe_te.moe.block import GROUPED_MATMULS, LayerSpec, Layout, Parts
@@ -98,14 +97,9 @@ def _router(options, device, spec, logits_dtype) -> tuple[str, str]:
   check_router(options, spec.router, logits_dtype, of_device="a CPU" if device.platform == "cpu" else "")
   if options.router != "te":
     return "jax", ""
-  if error := _te_router_error():
+  if error := engine.router_error():
     raise error
   return "te", ""
-
-
-@functools.cache
-def _te_router_error() -> MoeTeError | None:
-  return agreement.together(lambda: te_api.installed().require("router"), "Transformer Engine's router")
 
 
 def check_router(options: MoeTeOptions, rule: RouterRule, logits_dtype, of_device: str = "") -> None:
@@ -131,41 +125,18 @@ def _experts(options, device, spec) -> tuple[str, str]:
   if name == "auto" and options.recipe == "mxfp8":
     name = "te"
   if name == "te":
-    if error := _te_experts_error(options.recipe, device):
+    if error := engine.experts_error(options.recipe, device):
       raise error
     return name, f" {options.recipe}"
   if name != "auto":
     return name, ""
   if device.platform == "cpu":
     return "blocked", ""
-  error = _te_experts_error(options.recipe, device)
+  error = engine.experts_error(options.recipe, device)
   reason = error.found if error else ""
   if not reason and spec.dtype != jnp.bfloat16:
     reason = f"Transformer Engine's grouped GEMM computes in bfloat16, not {spec.dtype}"
   return ("ragged_dot", f" [{reason}]") if reason else ("te", f" {options.recipe}")
-
-
-@functools.cache  # layers are traced many times, and in all processes alike
-def _te_experts_error(recipe, device) -> MoeTeError | None:
-  """What the first process that cannot use Transformer Engine's experts has against them: all processes use them, or none."""
-  return agreement.together(lambda: _check_te_experts(recipe, device), f"Transformer Engine's experts in {recipe}")
-
-
-def _check_te_experts(recipe, device):
-  api = te_api.installed()
-  api.require("mxfp8" if recipe == "mxfp8" else "experts")
-  if device.platform == "cpu":
-    raise RefusedError(found="moe_te.experts=te on a CPU", needed="an NVIDIA GPU", fix="set moe_te.experts=auto")
-  api.check_gpu(str(getattr(device, "compute_capability", "")))
-  if is_here(device):
-    te_runtime.check_grouped_gemm(device.compute_capability)
-    if recipe == "mxfp8":
-      te_runtime.check_mxfp8(device.compute_capability)
-
-
-def is_here(device) -> bool:
-  """Whether a device is one of this process's backends, not one that a run is only compiled for."""
-  return hasattr(device, "client") and device.platform == jax.default_backend() and device in jax.devices()
 
 
 def _transport(options, layout, spec, width, device, *, mxfp8):

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from maxtext_moe_te.errors import MoeTeError, RefusedError, VersionError
-from maxtext_moe_te.host import agreement, expert_group, parts
+from maxtext_moe_te.host import agreement, engine, expert_group, parts
 from maxtext_moe_te.moe.transport import nccl_ep
 from maxtext_moe_te.settings.config import MoeTeOptions
 
@@ -70,10 +70,11 @@ for name, ranks in (("a node without nvcc", (1,)), ("all nodes well", ())):
 spec = types.SimpleNamespace(dtype=np.dtype("float32"))
 old_cublas = dict(found="cuBLAS 13.2.0 at run time", needed="13.4", fix="upgrade")
 for options in (MoeTeOptions(), MoeTeOptions(experts="te")):
-  parts._te_experts_error.cache_clear()
-  parts._check_te_experts = refuse_on(1, kind=VersionError, **old_cublas)
+  engine.experts_error.cache_clear()
+  engine.check_experts = refuse_on(1, kind=VersionError, **old_cublas)
+  decide = lambda options=options: engine.decide(options, GPU)
   choose = lambda options=options: parts._experts(options, GPU, spec)
-  got[f"experts={options.experts}"] = [outcome(choose), outcome(choose)]  # layers are traced many times; asked once
+  got[f"experts={options.experts}"] = [outcome(decide), outcome(choose), outcome(choose)]  # once asked before tracing, and no more
 
 if rank == 0:
   got["no answer"] = outcome(lambda: agreement.agree("", "what only one asks", timeout_s=0.5))

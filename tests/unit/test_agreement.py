@@ -26,8 +26,8 @@ EXPECTED = {
   ],
   "a node without nvcc, auto": [None, [f"NCCL EP not used: {WITHOUT_NVCC}"], 0],
   "a node without nvcc, nccl_ep": [REFUSED, [], 0],
-  "experts=auto": [["ragged_dot", f" [{WITHOUT_CUBLAS}]"]] * 2,
-  "experts=te": [["VersionError", f"{WITHOUT_CUBLAS}; needed: 13.4. Fix: upgrade."]] * 2,
+  "experts=auto": [None, *[["ragged_dot", f" [{WITHOUT_CUBLAS}]"]] * 2],
+  "experts=te": [["VersionError", f"{WITHOUT_CUBLAS}; needed: 13.4. Fix: upgrade."]] * 3,
 }
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from maxtext_moe_te.errors import RefusedError, VersionError
-from maxtext_moe_te.host import parts
+from maxtext_moe_te.host import engine, parts
 from maxtext_moe_te.moe import te_api, te_router, te_runtime
 from maxtext_moe_te.moe.experts import reference, te
 from maxtext_moe_te.moe.rules import RouterRule, Weighting
@@ -25,9 +25,9 @@ DROPS = "has jax.ep.ep_bootstrap without a parameter drop_on_overflow"
 
 @pytest.fixture
 def installed(monkeypatch, tmp_path):
-  parts._te_experts_error.cache_clear()
+  engine.experts_error.cache_clear()
   yield functools.partial(te_stub.install, monkeypatch, tmp_path)
-  parts._te_experts_error.cache_clear()
+  engine.experts_error.cache_clear()
 
 
 def te_module(name):
@@ -161,14 +161,14 @@ def test_hopper_needs_one_scale_for_all(installed):
   device = type("Device", (), {"platform": "gpu", "compute_capability": "9.0"})()
   installed("main")
   with pytest.raises(RefusedError, match=r"^a Hopper GPU with transformer-engine 2\.20\.0\.dev0, which gives its grouped GEMM a scale for"):
-    parts._check_te_experts("bf16", device)
+    engine.check_experts("bf16", device)
   device.compute_capability = "10.0"
-  parts._check_te_experts("bf16", device)
+  engine.check_experts("bf16", device)
 
 
 def test_hopper_is_served_by_2_20_2(installed):
   installed("2.20.2")
-  parts._check_te_experts("bf16", type("Device", (), {"platform": "gpu", "compute_capability": "9.0"})())
+  engine.check_experts("bf16", type("Device", (), {"platform": "gpu", "compute_capability": "9.0"})())
 
 
 @pytest.mark.parametrize("state", ["main", "2.20.2"])
