@@ -8,7 +8,7 @@ import difflib
 import functools
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -193,15 +193,18 @@ def _read():
   return json.loads(KNOWN.read_text(encoding="utf-8"))
 
 
-def record(trees: dict[str, dict[str, source.Function | None]]) -> str:
+def record(trees: dict[str, dict[str, source.Function | None]], proven: Callable[[str, str], bool] = lambda tree, group: True) -> str:
   """The text of `known.json`.
 
   Args:
-    trees: name of each proven tree, releases last, to its function for every place of `GROUPS`, None where it has none.
+    trees: name of each tree, releases last, to its function for every place of `GROUPS`, None where it has none.
+    proven: whether a group of a tree was; others are left out.
   """
   texts = {target: {} for targets in GROUPS.values() for target in targets}
-  for number, functions in enumerate(trees.values()):
-    for target, function in functions.items():
+  for number, (name, functions) in enumerate(trees.items()):
+    of_proven = [target for group, targets in GROUPS.items() if proven(name, group) for target in targets]
+    for target in of_proven:
+      function = functions[target]
       lines = None if function is None else "".join(line.digest[: source.LINE_DIGITS] for line in function.lines)
       entry = texts[target].setdefault(ABSENT if function is None else function.digest, {"trees": [], "lines": lines})
       entry["trees"].append(number)
