@@ -6,6 +6,7 @@ import tempfile
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from maxtext.configs import pyconfig, types
 from maxtext.layers import moe
 
@@ -26,7 +27,7 @@ def errors(request: dict) -> dict[str, float | None]:
     found |= {f"layer {name}": error for name, error in _of_layer(request).items()}
   if known.STEP in request["groups"]:
     for microbatches in (1, 2):
-      found |= {f"step {microbatches} {name}": error for name, error in _of_step(request, microbatches).items()}
+      found |= {f"step {microbatches} {name}": error for name, error in of_steps(request, microbatches).items()}
   return found
 
 
@@ -83,8 +84,14 @@ def _one_device(devices, words):
   return _config(words | {"compile_topology": "described", "internal_compile": "true", "internal_compile_num_devices": str(devices)})
 
 
-def _of_step(request, microbatches):
-  """One train step, with the plugin and without it: the loss, every gradient, and the router biases after it."""
+def of_steps(request: dict, microbatches: int, steps: int = 1) -> dict[str, float | None]:
+  """Train steps, with the plugin and without it: of each the loss, every gradient, and the router biases after it.
+
+  Args:
+    request: see `selfcheck.request_of`.
+    microbatches: over which a step sums its gradients.
+    steps: how many.
+  """
   from maxtext_moe_te.host import step  # imports MaxText's trainer, which a layer does not need
 
   mesh = request["mesh"]
@@ -100,13 +107,15 @@ def _of_step(request, microbatches):
       standing = [_BASE, "run_name=selfcheck", f"base_output_directory={folder}"]
       built = step.build([*standing, *_joined(run)], options=options, keep_gradients=True)
       compiled = built.compile({})
-      state = built.initialize()
-      with built.context():
-        state, metrics = compiled(state, built.random_batch(0))
-      quantities = {f"d_{name}": array for name, array in step.gradients(state).items()}
-      quantities |= {name: array for name, array in _biases(state).items()}
-      quantities["loss"] = metrics["scalar"]["learning/loss"]
-      results.append(jax.device_get(quantities))
+      state, quantities = built.initialize(), {}
+      for number in range(steps):
+        with built.context():
+          state, metrics = compiled(state, built.random_batch(number))
+        of_step = {f"d_{name}": array for name, array in step.gradients(state).items()} | _biases(state)
+        of_step["loss"] = metrics["scalar"]["learning/loss"]
+        # Copied: the next step takes the state's memory.
+        quantities |= {f"{name}{f' {number}' if steps > 1 else ''}": np.array(array) for name, array in of_step.items()}
+      results.append(quantities)
   theirs, ours = results
   return _differences(ours, theirs)
 

@@ -74,7 +74,7 @@ class Verdict:
 
 def bound(name: str) -> float:
   """The bound on the error of a quantity."""
-  return GRADIENT_BOUND if name.split(" ")[-1].startswith("d_") else FORWARD_BOUND
+  return GRADIENT_BOUND if re.search(r"(^| )d_", name) else FORWARD_BOUND
 
 
 def _applies(config, options):

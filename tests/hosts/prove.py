@@ -31,13 +31,18 @@ def main() -> int:
   parser.add_argument("--models", nargs="*", default=list(LAYERS))
   parser.add_argument("--steps", nargs="*", default=list(STEPS))
   arguments = parser.parse_args()
+  stand_in(arguments.tree)
+  print(json.dumps({"tree": arguments.tree.name, **prove(arguments.models, arguments.steps)}), flush=True)
+  return 0
+
+
+def stand_in(tree: Path) -> None:
+  """Has this process import MaxText from a tree, on 4 CPU devices."""
   os.environ |= {"DECOUPLE_GCLOUD": "TRUE", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-  sys.path.insert(0, str(arguments.tree))
+  sys.path.insert(0, str(tree))
   if importlib.util.find_spec("tensorflow") is None:
     # Older trees import it to hide GPUs from it, and read no data with it here.
     sys.modules |= {name: unittest.mock.MagicMock(__spec__=importlib.machinery.ModuleSpec(name, None)) for name in TENSORFLOW}
-  print(json.dumps({"tree": arguments.tree.name, **prove(arguments.models, arguments.steps)}), flush=True)
-  return 0
 
 
 def prove(models, steps) -> dict:
@@ -76,12 +81,26 @@ def prove(models, steps) -> dict:
 
 
 def request(model: str, groups: list[str], mesh: dict[str, int]) -> dict:
-  """What `selfcheck` would compare for a run of this model, of few experts so that many models fit in a minute."""
+  """What `selfcheck` would compare for a run of this model.
+
+  Raises:
+    RefusedError: the plugin refuses the model in this tree.
+  """
+  from maxtext_moe_te.errors import RefusedError
+  from maxtext_moe_te.host import rules_from_config, selfcheck
+  from maxtext_moe_te.settings.config import MoeTeOptions
+
+  config = configuration(model)
+  if (refusal := rules_from_config.refusal(config)) is not None:
+    raise RefusedError(**refusal.fields)
+  return selfcheck.request_of(config, MoeTeOptions(), tuple(groups)) | {"mesh": mesh}
+
+
+def configuration(model: str):
+  """MaxText's configuration of a run of this model, of few experts so that many models fit in a minute."""
   from maxtext.configs import pyconfig, types
 
-  from maxtext_moe_te.errors import RefusedError
-  from maxtext_moe_te.host import features, rules_from_config, selfcheck
-  from maxtext_moe_te.settings.config import MoeTeOptions
+  from maxtext_moe_te.host import features, rules_from_config
 
   words = {
     "model_name": model, "override_model_config": "true", "run_name": "prove", "base_output_directory": "unused", "hardware": "cpu",
@@ -96,11 +115,7 @@ def request(model: str, groups: list[str], mesh: dict[str, int]) -> dict:
   words |= dict.fromkeys(("pure_nnx", "enable_nnx", "pure_nnx_decoder"), "true")  # older trees' default is Linen, which is refused
   words = {key: value for key, value in words.items() if key in types.MaxTextConfig.model_fields or key == "base_output_directory"}
   base = pyconfig.__file__.replace("pyconfig.py", "base.yml")
-  config = pyconfig.initialize(["prove", base, *(f"{key}={value}" for key, value in words.items())])
-  if (refusal := rules_from_config.refusal(config)) is not None:
-    raise RefusedError(**refusal.fields)
-  made = selfcheck.request_of(config, MoeTeOptions(), tuple(groups))
-  return {**made, "mesh": mesh}
+  return pyconfig.initialize(["prove", base, *(f"{key}={value}" for key, value in words.items())])
 
 
 if __name__ == "__main__":
