@@ -1,4 +1,4 @@
-"""The plugin in sources of MaxText that people have: `python -m tests.hosts.check --repository CLONE [--json FILE]`, behind `make test-hosts`.
+"""The plugin in sources of MaxText that people have: `python -m tests.hosts.check --repository CLONE`, behind `make test-hosts`.
 
 Commits of MaxText's main branch, releases, copies in which one line computes something else, and mixes of two sources: in each the verdict,
 how long it took, and how far the gradients of 3 steps are from plain MaxText's. Fails if a run trains with other gradients, or if a spoiled
@@ -17,8 +17,8 @@ from maxtext_moe_te.host import source
 from tests.hosts import trees
 
 COMMITS = (
-  "575b31067a", "842a5792a6", "45b0f2bee7", "48ac2bf9a3", "f67a8a30f5", "b149d60a3a", "593891d0c9", "44627cc28c", "8fcc9e133d", "5e89a48939",
-  "9cb34e8198", "f9d53d4840",
+  "575b31067a", "842a5792a6", "45b0f2bee7", "48ac2bf9a3", "f67a8a30f5", "b149d60a3a", "593891d0c9", "44627cc28c", "8fcc9e133d",
+  "5e89a48939", "9cb34e8198", "f9d53d4840",
 )  # fmt: skip
 _MOE = "maxtext.layers.moe:"
 # Copies of the imported release in which one line computes something else: place, what stands there, what takes its place.

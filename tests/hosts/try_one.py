@@ -1,7 +1,7 @@
 """Tries the plugin in one source tree of MaxText, as a run meets it: `python -m tests.hosts.try_one TREE`, a line of JSON.
 
-The verdict on the tree is taken as a run takes it. If the run would go on, a small model trains 3 steps with the plugin and without it, by sgd
-in float32 and with accumulation 2, and the gradients of each step are compared.
+The verdict on the tree is taken as a run takes it. If the run would go on, a small model trains 3 steps with the plugin and without it, by
+sgd in float32 and with accumulation 2, and the gradients of each step are compared.
 """
 
 import argparse
