@@ -15,10 +15,9 @@ import traceback
 from collections.abc import Callable
 
 from maxtext_moe_te.errors import MoeTeError, OptionError, in_one_line, nearest
+from maxtext_moe_te.settings import entries, variable, xla_flags
 from maxtext_moe_te.settings import overlay as overlays
-from maxtext_moe_te.settings import variable, xla_flags
 from maxtext_moe_te.settings import words as our_words
-from maxtext_moe_te.settings.entries import KNOWN_MODULES, TRAIN
 from maxtext_moe_te.settings.rank import Rank
 
 
@@ -69,6 +68,8 @@ def run(module: str, words: list[str]) -> None:
   """
   rest, overlay, options = settle(words)
   _check_module(module)
+  for line in entries.lines_at_start(module, options):
+    logging.getLogger("maxtext_moe_te").info(line)
   if rank := Rank.of_this_process():
     join(rank)
   activate(overlay=overlay, options=options)
@@ -175,6 +176,7 @@ def _check_module(module):
       raise  # a package that MaxText needs is missing
     found = None
   if found is None:
-    last = {name.rpartition(".")[2]: name for name in KNOWN_MODULES}
-    near = nearest(module, KNOWN_MODULES) or last.get(nearest(module.rpartition(".")[2], last), TRAIN)
+    known = entries.KNOWN_MODULES
+    last = {name.rpartition(".")[2]: name for name in reversed(known)}  # where names end alike, the first of the table
+    near = nearest(module, known) or last.get(nearest(module.rpartition(".")[2], last), entries.TRAIN)
     raise OptionError(found=f"there is no module {module}", needed="a MaxText entry point by its full name", fix=f"write {near}")
