@@ -78,8 +78,7 @@ def bound(name: str) -> float:
 
 
 def _applies(config, options):
-  moe = rules_from_config.is_moe(config) and not rules_from_config.is_sampler(config)
-  return options.enabled and moe and not _comparing
+  return options.enabled and rules_from_config.is_replaced(config) and not _comparing
 
 
 def settle(config, options: MoeTeOptions) -> str:
