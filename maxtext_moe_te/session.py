@@ -14,7 +14,8 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from maxtext_moe_te.errors import MoeTeError, OptionError, in_one_line, nearest
+from maxtext_moe_te import versions
+from maxtext_moe_te.errors import MoeTeError, OptionError, VersionError, in_one_line, nearest
 from maxtext_moe_te.settings import entries, variable, xla_flags
 from maxtext_moe_te.settings import overlay as overlays
 from maxtext_moe_te.settings import words as our_words
@@ -165,6 +166,12 @@ def _configure_logging():
 
 
 def _check_module(module):
+  if module.startswith("maxtext.") and importlib.util.find_spec("maxtext") is None:
+    raise VersionError(
+      found="MaxText cannot be imported: there is no package maxtext",
+      needed="MaxText, installed or on PYTHONPATH",
+      fix=f"pip install 'maxtext{versions.MAXTEXT}'",
+    )
   try:
     found = None if module.startswith(".") else importlib.util.find_spec(module)
     if found is not None and found.submodule_search_locations is not None:  # a package runs only through its __main__

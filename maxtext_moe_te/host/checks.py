@@ -18,7 +18,7 @@ def check_config(config, options: MoeTeOptions = MoeTeOptions()) -> None:
   refused = rules_from_config.refusal(config)
   if refused:
     raise refused
-  if rules_from_config.is_moe(config) and not rules_from_config.is_sampler(config):
+  if rules_from_config.is_replaced(config):
     sizes = axis_sizes(config)
     rules_from_config.check_mesh(config, sizes)
     parts.check_transport(options, sizes.get("expert", 1))

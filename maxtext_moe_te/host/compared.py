@@ -1,7 +1,10 @@
-"""The comparisons of `selfcheck`: how far ours is from MaxText's own, quantity by quantity."""
+"""The comparisons of `selfcheck`: how far ours is from MaxText's own, quantity by quantity. Run as a module, its comparing process."""
 
+import json
+import logging
 import math
 import re
+import sys
 import tempfile
 
 import jax
@@ -10,7 +13,7 @@ import numpy as np
 from maxtext.configs import pyconfig, types
 from maxtext.layers import moe
 
-from maxtext_moe_te.host import known, one_layer
+from maxtext_moe_te.host import known, one_layer, selfcheck
 from maxtext_moe_te.settings.config import MoeTeOptions
 
 _BASE = pyconfig.__file__.replace("pyconfig.py", "base.yml")
@@ -125,3 +128,21 @@ def _biases(state):
   leaves = jax.tree_util.tree_leaves_with_path(state)
   named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
   return {name: leaf for name, leaf in named.items() if "gate" in name and "bias" in name and "kept_gradients" not in name}
+
+
+def main() -> int:
+  """The comparing process: a request from standard input, {"errors": …} or {"failure": …} after the word SELFCHECK."""
+  request = json.load(sys.stdin)
+  try:
+    with selfcheck.comparing():
+      answer = {"errors": errors(request)}
+  except Exception as error:
+    text = " ".join(str(error).split())[:400]
+    answer = {"failure": f"{type(error).__name__}: {text}"}
+    logging.getLogger("maxtext_moe_te").exception("self-check")
+  print(selfcheck.ANSWER, json.dumps(answer), flush=True)
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -22,7 +22,7 @@ def bootstrapping(options: MoeTeOptions):
   def replace(original):
     @functools.wraps(original)
     def maybe_bootstrap_te_moe(config, mesh, shaped_batch):
-      if not rules_from_config.is_moe(config):
+      if not rules_from_config.is_replaced(config):
         return original(config, mesh, shaped_batch)
       bootstrap(options, config, mesh)
       return None
@@ -77,12 +77,12 @@ def bootstrap(options: MoeTeOptions, config, mesh, call: tuple[int, int] | None 
     MoeTeError: a part was asked for by name, and a process cannot use it; in every process the same.
   """
   ranks = mesh.shape.get(EXPERT_AXIS, 1)
-  moe = rules_from_config.is_moe(config) and not config.attention.startswith("vllm")  # which has its own MoE layer
   explicit = options.transport == "nccl_ep"
   on_cpu = _platform(mesh) == "cpu"
-  if moe and not on_cpu:
+  replaced = rules_from_config.is_replaced(config)
+  if replaced and not on_cpu:
     engine.decide(options, mesh.devices.flat[0])
-  if options.transport not in ("auto", "nccl_ep") or ranks == 1 or not moe:
+  if options.transport not in ("auto", "nccl_ep") or ranks == 1 or not replaced:
     return
   if explicit and (on_cpu or decodes):
     raise RefusedError(

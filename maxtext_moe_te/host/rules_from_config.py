@@ -108,6 +108,11 @@ def is_moe(config) -> bool:
   return config.num_experts > 1
 
 
+def is_replaced(config) -> bool:
+  """Whether the plugin's layer takes the place of MaxText's under this configuration."""
+  return is_moe(config) and not is_sampler(config)
+
+
 def is_sampler(config) -> bool:
   """Whether this configuration is that of a model inside vLLM, whose MoE layer is vLLM's: it stays on MaxText's own."""
   return config.attention in SAMPLERS
@@ -115,7 +120,7 @@ def is_sampler(config) -> bool:
 
 def refusal(config) -> RefusedError | None:
   """Why this configuration would not be exact under the plugin, or None."""
-  if not is_moe(config) or is_sampler(config):
+  if not is_replaced(config):
     return None
   for wrong, found, needed, fix in (*_rules_of_refusal(config), *_rules_of_this_source(config)):
     if wrong:

@@ -2,7 +2,7 @@
 and without it, at reduced width in float32, with this run's routing, expert and mesh settings.
 
 `settle` decides for a run. The numbers are taken in a process of its own on this machine's CPU (`python -m
-maxtext_moe_te.host.selfcheck`), once per host and per (texts, settings), and kept. A layer's numbers judge the places of
+maxtext_moe_te.host.compared`), once per host and per (texts, settings), and kept. A layer's numbers judge the places of
 `known.LAYER` only; where those of `known.STEP` are unknown a train step is compared, with one microbatch and with two.
 """
 
@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from maxtext_moe_te import __version__
 from maxtext_moe_te.errors import RefusedError, SeamError
 from maxtext_moe_te.host import agreement, checks, known, reduced, rules_from_config, source
 from maxtext_moe_te.settings.config import MoeTeOptions
@@ -35,7 +34,7 @@ FORWARD_BOUND = 1e-5
 GRADIENT_BOUND = 1e-4
 TIMEOUT_S = 240  # less than other processes wait for this one
 CACHE_VARIABLE = "MAXTEXT_MOE_TE_CACHE"
-_ANSWER = "SELFCHECK"
+ANSWER = "SELFCHECK"
 _comparing = False  # in the comparing process, whose runs are the comparison
 # Keys of MaxText's layer that say where, how fast or in which precision something is computed: the comparison sets them itself.
 _NOT_PASSED = re.compile(
@@ -78,8 +77,7 @@ def bound(name: str) -> float:
 
 
 def _applies(config, options):
-  moe = rules_from_config.is_moe(config) and not rules_from_config.is_sampler(config)
-  return options.enabled and moe and not _comparing
+  return options.enabled and rules_from_config.is_replaced(config) and not _comparing
 
 
 def settle(config, options: MoeTeOptions) -> str:
@@ -254,7 +252,7 @@ def _key(request):
     "request": request,
     "texts": {group: known.judge(group).digest for group in known.GROUPS},
     "plugin": _own_digest(),
-    "versions": [__version__, jax.__version__, flax.__version__, sys.version],
+    "versions": [jax.__version__, flax.__version__, sys.version],
   }
   return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -324,16 +322,16 @@ def _run(request):
     "PYTHONPATH": os.pathsep.join([str(source.root().parent), str(Path(__file__).parents[2]), *filter(None, sys.path)]),
   }
   start = time.monotonic()
-  command = [sys.executable, "-m", "maxtext_moe_te.host.selfcheck"]
+  command = [sys.executable, "-m", "maxtext_moe_te.host.compared"]
   try:
     done = subprocess.run(command, input=json.dumps(request), env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
   except subprocess.TimeoutExpired:
     return Verdict(False, {}, TIMEOUT_S, failure=f"the comparison had not ended after {TIMEOUT_S} s")
   seconds = round(time.monotonic() - start, 1)
-  if _ANSWER not in done.stdout:
+  if ANSWER not in done.stdout:
     last = " | ".join(done.stderr.strip().splitlines()[-2:])[-300:]
     return Verdict(False, {}, seconds, failure=f"the comparing process ended with status {done.returncode} ({last})")
-  answer = json.loads(done.stdout.rsplit(_ANSWER, 1)[1])
+  answer = json.loads(done.stdout.rsplit(ANSWER, 1)[1])
   if "failure" in answer:
     return Verdict(False, {}, seconds, failure=answer["failure"])
   errors = answer["errors"]
@@ -354,23 +352,3 @@ def comparing() -> Iterator[None]:
 
 # Variables by which a job's process finds its part of it.
 _FOREIGN = re.compile(r"XLA_|JAX_|NCCL_|SLURM_|OMPI_|PMI|M_|MAXTEXT_MOE_TE_|MOE_TE_|LIBTPU|TPU_|NODE_RANK|RANK|WORLD_SIZE|MASTER_")
-
-
-def main() -> int:
-  """The comparing process: a request from standard input, {"errors": …} or {"failure": …} after the word SELFCHECK."""
-  request = json.load(sys.stdin)
-  from maxtext_moe_te.host import compared
-
-  try:
-    with comparing():
-      answer = {"errors": compared.errors(request)}
-  except Exception as error:
-    text = " ".join(str(error).split())[:400]
-    answer = {"failure": f"{type(error).__name__}: {text}"}
-    logging.getLogger("maxtext_moe_te").exception("self-check")
-  print(_ANSWER, json.dumps(answer), flush=True)
-  return 0
-
-
-if __name__ == "__main__":
-  sys.exit(main())

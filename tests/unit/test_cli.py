@@ -1,5 +1,6 @@
 """The command line: words taken out of MaxText's, one-line errors, exit statuses, and a fast --help."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import time
 
 import pytest
 
-from maxtext_moe_te import cli, session, versions
+from maxtext_moe_te import cli, session
 from maxtext_moe_te.errors import OptionError, OverlayError, RefusedError
 from maxtext_moe_te.settings import words as our_words
 
@@ -89,7 +90,6 @@ def host(tmp_path, monkeypatch):
   (package / "entry.py").write_text("import os, sys\nprint((__name__, sys.argv, os.environ.get('MOE_TE_TEST')))\n")
   monkeypatch.syspath_prepend(tmp_path)
   monkeypatch.delitem(sys.modules, "maxtext_stand_in", raising=False)  # that of the test before
-  monkeypatch.setattr(versions, "check_maxtext", lambda **kwargs: "0.2.5")
   monkeypatch.setattr(sys, "argv", list(sys.argv))
   monkeypatch.setenv("MOE_TE_TEST", "user")
   monkeypatch.delenv("MOE_TE_TEST")
@@ -224,10 +224,13 @@ def test_a_failing_activation_stops_the_run(host, capsys, monkeypatch):
 
 
 def test_missing_maxtext_is_one_line(host, capsys, monkeypatch):
-  monkeypatch.setattr(versions, "check_maxtext", lambda **kwargs: versions.check("maxtext"))
-  monkeypatch.setattr(versions, "installed", lambda name: None)
+  found = importlib.util.find_spec
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "maxtext" else found(name))
   assert cli.main(["train"]) == 2
-  assert one_line(capsys).startswith("maxtext-moe-te: error: maxtext is not installed; needed: maxtext>=0.2.4,<0.2.6")
+  assert one_line(capsys) == (
+    "maxtext-moe-te: error: MaxText cannot be imported: there is no package maxtext; needed: MaxText, installed or on PYTHONPATH. "
+    "Fix: pip install 'maxtext>=0.2.4,<0.2.6'."
+  )
 
 
 def test_unknown_command_is_a_usage_error(capsys):

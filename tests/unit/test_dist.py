@@ -14,6 +14,7 @@ pytestmark = pytest.mark.dist
 
 # What may lie in the wheel beside modules.
 DATA = {
+  "maxtext_moe_te/host": (".json",),
   "maxtext_moe_te/settings": (".toml",),
   "maxtext_moe_te/tools": (".json",),
   "maxtext_moe_te/configs": (".yml", ".md"),
