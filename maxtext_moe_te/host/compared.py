@@ -9,7 +9,6 @@ import tempfile
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from maxtext.configs import pyconfig, types
 from maxtext.layers import moe
 
@@ -18,9 +17,6 @@ from maxtext_moe_te.settings.config import MoeTeOptions
 
 _BASE = pyconfig.__file__.replace("pyconfig.py", "base.yml")
 _BATCH = 8
-# MaxText's dense path computes what its sparse one does, and on any mesh: the sparse one needs a collective that CPUs lack once there is an
-# expert axis, and on several devices older sources take the first one's balance loss for that of all.
-_DENSE = dict(sparse_matmul="false", capacity_factor="-1")
 
 
 def errors(request: dict) -> dict[str, float | None]:
@@ -88,7 +84,10 @@ def _one_device(devices, words):
 
 
 def of_steps(request: dict, microbatches: int, steps: int = 1) -> dict[str, float | None]:
-  """Train steps, with the plugin and without it: of each the loss, every gradient, and the router biases after it.
+  """Train steps without the plugin, and from the state before each the same step with it: loss, every gradient, router biases after it.
+
+  MaxText's own run on one device, on its sparse path: on several, older sources take the first one's balance loss for that of all, and an
+  expert axis needs a collective that CPUs lack. Its dense path is no reference: there the router bias enters the balance loss.
 
   Args:
     request: see `selfcheck.request_of`.
@@ -99,28 +98,44 @@ def of_steps(request: dict, microbatches: int, steps: int = 1) -> dict[str, floa
 
   mesh = request["mesh"]
   devices = math.prod(mesh.values())
-  per_device = _BATCH // min(devices, _BATCH) * microbatches
-  words = request["model"] | {"gradient_accumulation_steps": str(microbatches), "per_device_batch_size": str(per_device)}
-  words |= {"prefuse_moe_weights": "false"}  # the dense path knows no other; gradients are compared by name
-  plain = words | _DENSE | _parallelism({"data": devices} if devices > 1 else {})
-  own = words | _parallelism(mesh)
-  results = []
+  batch = max(_BATCH, devices) * microbatches
+  words = request["model"] | {"gradient_accumulation_steps": str(microbatches)}
+  found = {}
   with tempfile.TemporaryDirectory() as folder:
-    for run, options in ((plain, MoeTeOptions(enabled=False)), (own, MoeTeOptions(**request["options"]))):
+
+    def built(axes, options):
+      size = math.prod(axes.values())
+      more = words | _parallelism(axes) | {"per_device_batch_size": str(batch // size)}
       standing = [_BASE, "run_name=selfcheck", f"base_output_directory={folder}"]
-      built = step.build([*standing, *_joined(run)], options=options, keep_gradients=True)
-      compiled = built.compile({})
-      state, quantities = built.initialize(), {}
-      for number in range(steps):
-        with built.context():
-          state, metrics = compiled(state, built.random_batch(number))
-        of_step = {f"d_{name}": array for name, array in step.gradients(state).items()} | _biases(state)
-        of_step["loss"] = metrics["scalar"]["learning/loss"]
-        # Copied: the next step takes the state's memory.
-        quantities |= {f"{name}{f' {number}' if steps > 1 else ''}": np.array(array) for name, array in of_step.items()}
-      results.append(quantities)
-  theirs, ours = results
-  return _differences(ours, theirs)
+      made = step.build([*standing, *_joined(more)], options=options, devices=jax.devices()[:size], keep_gradients=True)
+      return made, made.compile({})
+
+    theirs, their_step = built({}, MoeTeOptions(enabled=False))
+    ours, our_step = built(mesh, MoeTeOptions(**request["options"]))
+    state = theirs.initialize()
+    for number in range(steps):
+      start = _placed(state, ours.state)  # copied: a step takes the memory of its state
+      with theirs.context():
+        state, metrics = their_step(state, theirs.random_batch(number))
+      with ours.context():
+        reached, our_metrics = our_step(start, ours.random_batch(number))
+      of_step = _differences(_quantities(step, reached, our_metrics), _quantities(step, state, metrics))
+      found |= {f"{name}{f' {number}' if steps > 1 else ''}": error for name, error in of_step.items()}
+  return found
+
+
+def _placed(state, shapes):
+  """A copy of a state, split over the devices as another's shapes say."""
+  leaves, wanted = jax.tree.leaves(state), jax.tree.leaves(shapes)
+  if [leaf.shape for leaf in leaves] != [leaf.shape for leaf in wanted]:
+    raise ValueError("other parameters with the plugin than without it")
+  placed = [jax.device_put(jnp.copy(leaf), other.sharding) for leaf, other in zip(leaves, wanted)]
+  return jax.tree.unflatten(jax.tree.structure(shapes), placed)
+
+
+def _quantities(step, state, metrics):
+  gradients = {f"d_{name}": array for name, array in step.gradients(state).items()}
+  return gradients | _biases(state) | {"loss": metrics["scalar"]["learning/loss"]}
 
 
 def _biases(state):
