@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from maxtext_moe_te import __version__
 from maxtext_moe_te.errors import RefusedError, SeamError
 from maxtext_moe_te.host import agreement, checks, known, reduced, rules_from_config, source
 from maxtext_moe_te.settings.config import MoeTeOptions
@@ -254,7 +253,7 @@ def _key(request):
     "request": request,
     "texts": {group: known.judge(group).digest for group in known.GROUPS},
     "plugin": _own_digest(),
-    "versions": [__version__, jax.__version__, flax.__version__, sys.version],
+    "versions": [jax.__version__, flax.__version__, sys.version],
   }
   return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -48,7 +48,7 @@ def resolve(pyconfig, tmp_path, caplog, monkeypatch):
     if plain:
       return getattr(pyconfig, function)(argv, **kwargs)
     seams = configuration.config_seams(loaded, options or MoeTeOptions(), checks)
-    with patching.apply_all(seams, host_version="0.2.5"):
+    with patching.apply_all(seams):
       caplog.clear()
       return getattr(pyconfig, function)(argv, **kwargs)
 

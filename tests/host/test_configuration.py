@@ -191,6 +191,6 @@ def test_undo_restores_maxtexts_own_functions(pyconfig):
   from maxtext_moe_te.host import configuration, patching
 
   before = pyconfig.initialize, pyconfig.initialize_pydantic
-  with patching.apply_all(configuration.config_seams(None, MoeTeOptions()), host_version="0.2.5"):
+  with patching.apply_all(configuration.config_seams(None, MoeTeOptions())):
     assert pyconfig.initialize is not before[0]
   assert pyconfig.initialize is before[0] and pyconfig.initialize_pydantic is before[1]

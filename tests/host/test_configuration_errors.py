@@ -99,7 +99,7 @@ def test_missing_and_broken_files(resolve, pyconfig, tmp_path):
   (tmp_path / "broken.yml").write_text("a: [1\n")
   (tmp_path / "orphan.yml").write_text("base_config: no_such_base.yml\n")
   (tmp_path / "binary.yml").write_bytes(b"\xff\xfe\xe9")
-  with patching.apply_all(configuration.config_seams(None, MoeTeOptions()), host_version="0.2.5"):
+  with patching.apply_all(configuration.config_seams(None, MoeTeOptions())):
     for name, text in (
       ("nope.yml", "the run's YAML nope.yml does not exist"),
       (f"{tmp_path}/broken.yml", "MaxText's configuration cannot be read: "),

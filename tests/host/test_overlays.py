@@ -30,7 +30,7 @@ def resolved(name, *words):
     words.append("model_name=mixtral-8x7b")
   words += ["skip_jax_distributed_system=true", "dataset_type=synthetic", "tokenizer_path=unused", "tokenizer_type=huggingface"]
   options = MoeTeOptions.from_mapping(overlay.moe_te, name)
-  with patching.apply_all(configuration.config_seams(overlay, options), host_version="0.2.5"):
+  with patching.apply_all(configuration.config_seams(overlay, options)):
     return overlay, pyconfig.initialize(words)
 
 

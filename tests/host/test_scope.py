@@ -33,7 +33,7 @@ def active(pyconfig, tmp_path, caplog, monkeypatch):
     (tmp_path / "run.yml").write_text(RUN + run)
     options = options or MoeTeOptions()
     own = [lambda config: remat.check(options, config)]
-    with patching.apply_all(configuration.config_seams(overlay, options, own_checks=own), host_version="0.2.5"):
+    with patching.apply_all(configuration.config_seams(overlay, options, own_checks=own)):
       caplog.clear()
       yield str(tmp_path / "run.yml")
 
@@ -174,7 +174,7 @@ def test_every_configuration_of_post_training(pyconfig):
       model_name="gemma4-26b" if "vision" in path.name else "qwen3-30b-a3b",
       **{key: value for key, value in QUIET.items() if key != "log_config" or not rl},
     )
-    with patching.apply_all(configuration.config_seams(None, MoeTeOptions(), [checks.check_config]), host_version="0.2.5"):
+    with patching.apply_all(configuration.config_seams(None, MoeTeOptions(), [checks.check_config])):
       try:
         assert call().moe_te["enabled"], path.name
         continue

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from maxtext_moe_te import cli, session, versions
-from maxtext_moe_te.errors import OptionError, OverlayError, RefusedError
+from maxtext_moe_te import cli, session
+from maxtext_moe_te.errors import OptionError, OverlayError, RefusedError, VersionError
+from maxtext_moe_te.host import source
 from maxtext_moe_te.settings import words as our_words
 
 HEAVY = ("jax", "maxtext", "transformer_engine", "numpy")
@@ -89,7 +90,6 @@ def host(tmp_path, monkeypatch):
   (package / "entry.py").write_text("import os, sys\nprint((__name__, sys.argv, os.environ.get('MOE_TE_TEST')))\n")
   monkeypatch.syspath_prepend(tmp_path)
   monkeypatch.delitem(sys.modules, "maxtext_stand_in", raising=False)  # that of the test before
-  monkeypatch.setattr(versions, "check_maxtext", lambda **kwargs: "0.2.5")
   monkeypatch.setattr(sys, "argv", list(sys.argv))
   monkeypatch.setenv("MOE_TE_TEST", "user")
   monkeypatch.delenv("MOE_TE_TEST")
@@ -224,10 +224,18 @@ def test_a_failing_activation_stops_the_run(host, capsys, monkeypatch):
 
 
 def test_missing_maxtext_is_one_line(host, capsys, monkeypatch):
-  monkeypatch.setattr(versions, "check_maxtext", lambda **kwargs: versions.check("maxtext"))
-  monkeypatch.setattr(versions, "installed", lambda name: None)
+  monkeypatch.setattr(source, "root", no_maxtext)
   assert cli.main(["train"]) == 2
-  assert one_line(capsys).startswith("maxtext-moe-te: error: maxtext is not installed; needed: maxtext>=0.2.4,<0.2.6")
+  said = "maxtext-moe-te: error: maxtext cannot be imported; needed: MaxText's container, or MaxText in this environment. Fix: pip install"
+  assert one_line(capsys).startswith(said)
+  monkeypatch.undo()
+  monkeypatch.setattr(source, "root", no_maxtext)
+  with pytest.raises(VersionError, match="maxtext cannot be imported"):  # in a program of one's own
+    session.activate()
+
+
+def no_maxtext(package="maxtext"):
+  raise VersionError(**source.MISSING)
 
 
 def test_unknown_command_is_a_usage_error(capsys):

@@ -64,6 +64,7 @@ ROOT = Path(maxtext_moe_te.__file__).parent
 # From the bottom up; what stands in one row does not import the others of it. A folder is one place.
 FLOORS = (
   {"errors"},
+  {"signatures"},
   {"versions", "settings"},
   {"moe"},
   {"host"},
