@@ -14,8 +14,8 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from maxtext_moe_te import versions
-from maxtext_moe_te.errors import MoeTeError, OptionError, VersionError, in_one_line, nearest
+from maxtext_moe_te.errors import MoeTeError, OptionError, in_one_line, nearest
+from maxtext_moe_te.host import source
 from maxtext_moe_te.settings import entries, variable, xla_flags
 from maxtext_moe_te.settings import overlay as overlays
 from maxtext_moe_te.settings import words as our_words
@@ -49,6 +49,7 @@ def activate(overlay=None, options=None):
   """Replaces MaxText's MoE computation in this process; see `maxtext_moe_te.activate`."""
   from maxtext_moe_te.moe import te_runtime
 
+  source.root()  # without a MaxText the next lines would end in a traceback
   variable.take_over()  # who activates the plugin himself decides on the overlay
   if options.enabled if options else (overlay.moe_te if overlay else {}).get("enabled", True):  # off is plain MaxText
     te_runtime.prefer_pip_cudnn(os.environ)  # before anything imports Transformer Engine
@@ -166,12 +167,8 @@ def _configure_logging():
 
 
 def _check_module(module):
-  if module.startswith("maxtext.") and importlib.util.find_spec("maxtext") is None:
-    raise VersionError(
-      found="MaxText cannot be imported: there is no package maxtext",
-      needed="MaxText, installed or on PYTHONPATH",
-      fix=f"pip install 'maxtext{versions.MAXTEXT}'",
-    )
+  if module.partition(".")[0] == source.PACKAGE:
+    source.root()
   try:
     found = None if module.startswith(".") else importlib.util.find_spec(module)
     if found is not None and found.submodule_search_locations is not None:  # a package runs only through its __main__

@@ -1,4 +1,4 @@
-"""Which MaxText and JAX the plugin works with, and why not another. Transformer Engine is judged in `moe.te_api`.
+"""Which JAX the plugin works with, and why not another. MaxText is judged in `host`, Transformer Engine in `moe.te_api`.
 
 JAX is judged by what it has: the functions the plugin calls by their signatures, and the compiler by the version that jaxlib itself
 names, metadata or not. A build from git counts as the release it leads to. Imports no package.
@@ -7,15 +7,11 @@ names, metadata or not. A build from git counts as the release it leads to. Impo
 import importlib.metadata
 import importlib.util
 import sys
-from dataclasses import dataclass
 
-from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from maxtext_moe_te.errors import VersionError
 from maxtext_moe_te.signatures import Call, Package
-
-MAXTEXT = ">=0.2.4,<0.2.6"  # the seams are written against, and fingerprinted on, the source of these two releases
 
 # By what the compiler does, so of jaxlib. Releases and the builds that lead to them: 0.11.0.dev20260101+nv is a 0.11.0.
 JAX_FLOOR = "0.11.1"
@@ -40,33 +36,6 @@ JAX_CALLS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Supported:
-  """What is supported of one package.
-
-  Args:
-    distributions: names under which it may be installed, the preferred one first.
-    versions: a PEP 440 specifier.
-    reason: why not another version.
-    hazards: versions inside the range that work only with care, and what goes wrong with them.
-  """
-
-  distributions: tuple[str, ...]
-  versions: str
-  reason: str
-  hazards: dict[str, str]
-
-
-SUPPORTED = {
-  "maxtext": Supported(
-    distributions=("maxtext",),
-    versions=MAXTEXT,
-    reason="the places the plugin replaces are checked against the source of 0.2.4 and 0.2.5",
-    hazards={},
-  ),
-}
-
-
 def installed(name: str) -> str | None:
   """The installed version of a distribution, or None. For jax and jaxlib what their own source says, with metadata or without."""
   if name in ("jax", "jaxlib"):
@@ -75,48 +44,6 @@ def installed(name: str) -> str | None:
     return importlib.metadata.version(name)
   except importlib.metadata.PackageNotFoundError:
     return None
-
-
-def check(name: str) -> str:
-  """Checks one package of the table.
-
-  Args:
-    name: a key of `SUPPORTED`.
-
-  Returns:
-    str: the installed version.
-
-  Raises:
-    VersionError: it is missing or its version is not supported.
-  """
-  supported = SUPPORTED[name]
-  found = next((version for version in map(installed, supported.distributions) if version), None)
-  needed = f"{name}{supported.versions} ({supported.reason})"
-  install = f"pip install '{name}{supported.versions}'"
-  if found is None:
-    raise VersionError(found=f"{name} is not installed", needed=needed, fix=install)
-  if not SpecifierSet(supported.versions).contains(Version(found), prereleases=True):
-    raise VersionError(found=f"{name} {found} is installed", needed=needed, fix=install)
-  return found
-
-
-def check_maxtext(*, accept_unknown: bool = False) -> str:
-  """The installed MaxText version.
-
-  Args:
-    accept_unknown: take an unsupported version (option `unknown_host`); a missing MaxText is an error all the same.
-
-  Raises:
-    VersionError: it is missing or its version is not supported.
-  """
-  found = installed("maxtext")
-  return found if accept_unknown and found else check("maxtext")
-
-
-def maxtext_before(version: str) -> bool:
-  """Whether the installed MaxText is older than a release."""
-  found = installed("maxtext")
-  return found is not None and Version(found) < Version(version)
 
 
 def _own_version(name):

@@ -20,6 +20,11 @@ from maxtext_moe_te.errors import VersionError
 PACKAGE = "maxtext"
 LINE_DIGITS = 6  # hexadecimal digits kept of a line's hash: they show what changed, the function's own hash decides
 _HASH_DIGITS = 16
+MISSING = {
+  "found": f"{PACKAGE} cannot be imported",
+  "needed": "MaxText's container, or MaxText in this environment",
+  "fix": f"pip install {PACKAGE}",
+}
 _NOT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER)
 
 
@@ -68,11 +73,10 @@ def root(package: str = PACKAGE) -> Path:
   if not places:
     # PathFinder first: the import hook's finder acts on this name.
     spec = importlib.machinery.PathFinder.find_spec(package) or importlib.util.find_spec(package)
-    places = spec.submodule_search_locations if spec else None
+    # Without an origin it is a folder of that name that happens to stand on the path.
+    places = spec.submodule_search_locations if spec and spec.origin else None
   if not places:
-    raise VersionError(
-      found=f"{package} cannot be imported", needed="MaxText's container, or MaxText in this environment", fix="pip install maxtext"
-    )
+    raise VersionError(**MISSING)
   return Path(next(iter(places)))
 
 

@@ -12,8 +12,8 @@ import os
 import sys
 from pathlib import Path
 
-from maxtext_moe_te import versions
 from maxtext_moe_te.errors import OverlayError
+from maxtext_moe_te.host import source
 from maxtext_moe_te.settings import importer, xla_flags
 from maxtext_moe_te.settings import overlay as overlays
 from maxtext_moe_te.settings import words as our_words
@@ -209,7 +209,7 @@ def _maxtext():
   """The module that asks MaxText. On the CPU, for nothing here needs a GPU, and a started backend would take most of its memory."""
   os.environ["JAX_PLATFORMS"] = "cpu"
   os.environ.setdefault("DECOUPLE_GCLOUD", "TRUE")  # nothing here needs a bucket
-  versions.check("maxtext")
+  source.root()
   with contextlib.redirect_stdout(sys.stderr):
     from maxtext_moe_te.host.configuration import explain
 

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import fcntl
 import functools
-import importlib.util
 import json
 import math
 import shlex
@@ -26,8 +25,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from maxtext_moe_te import versions
 from maxtext_moe_te.errors import MoeTeError, OptionError, VersionError
+from maxtext_moe_te.host import source
 from maxtext_moe_te.settings import overlay
 
 RUN_NAME = "demo"
@@ -121,7 +120,7 @@ def configuration(steps: int, words: list[str]) -> dict:
     "steps": steps,
     "words": words,
     "overlay": {"maxtext": settings.maxtext, "moe_te": settings.moe_te},
-    "maxtext": versions.installed("maxtext"),
+    "maxtext": source.version(),
   }
 
 
@@ -306,25 +305,15 @@ def unigram_entropy(tokens: Iterable[int]) -> float:
   return -sum(count / total * math.log(count / total) for count in counts.values())
 
 
-def maxtext_folder() -> Path:
-  """Where MaxText is installed, without importing it.
-
-  Raises:
-    VersionError: it is not.
-  """
-  versions.check("maxtext")
-  return Path(importlib.util.find_spec("maxtext").submodule_search_locations[0])
-
-
 def tokenizer_path() -> Path:
   """The tokenizer's file; MaxText resolves a bare name only in a source checkout."""
-  return maxtext_folder() / "assets" / "tokenizers" / TOKENIZER
+  return source.root() / "assets" / "tokenizers" / TOKENIZER
 
 
 def training_command(folder: Folder, steps: int, words: list[str]) -> list[str]:
   """The product's own training command."""
   return [
-    sys.executable, "-m", "maxtext_moe_te.train", str(maxtext_folder() / "configs" / "base.yml"), "overlay=demo", *words,
+    sys.executable, "-m", "maxtext_moe_te.train", str(source.root() / "configs" / "base.yml"), "overlay=demo", *words,
     f"steps={steps}", f"tokenizer_path={tokenizer_path()}", f"grain_train_files={folder.text}", f"run_name={RUN_NAME}",
     f"base_output_directory={folder.root}", f"metrics_file={folder.metrics}", f"jax_cache_dir={folder.root / 'jax_cache'}",
   ]  # fmt: skip

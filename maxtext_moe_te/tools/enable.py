@@ -13,6 +13,7 @@ import site
 from pathlib import Path
 
 from maxtext_moe_te.errors import MoeTeError, PatchError
+from maxtext_moe_te.host import known
 from maxtext_moe_te.settings import words as our_words
 from maxtext_moe_te.settings.variable import PTH, PTH_LINE, VARIABLE
 from maxtext_moe_te.tools import files, patches
@@ -106,7 +107,7 @@ def status(pth: Path | None, record: Path | None, impossible: str = "") -> str:
   lines = [f"import hook: {hooked} ({impossible or pth}{kept})"]
   root = patches.find("maxtext")
   state = patches.inspect(patches.load(), "maxtext", root)
-  lines.append(f"MaxText: {'not installed' if root is None else f'in {root}, patches {state.state}'}")
+  lines.append(f"MaxText: {'cannot be imported' if root is None else f'{known.standing()}; patches {state.state}'}")
   overlay = os.environ.get(VARIABLE)
   lines.append(f"{VARIABLE}: {overlay or 'not set'}")
   reached = right or state.state == patches.APPLIED
@@ -116,10 +117,13 @@ def status(pth: Path | None, record: Path | None, impossible: str = "") -> str:
 
 def _outcome(overlay):
   try:
-    our_words.read([], overlay)
+    options = our_words.read([], overlay).options
+    unknown = known.unknown((known.LAYER, known.STEP)) if options.enabled else []
   except MoeTeError as error:
     return f"refused: {error}"
-  return f"under the plugin, overlay {overlay}"
+  if unknown and options.selfcheck == "never":
+    return "refused: this source is not known to the plugin, and moe_te.selfcheck=never"
+  return f"under the plugin, overlay {overlay}{', if its numbers are equal' if unknown else ''}"
 
 
 def _recorded(record):

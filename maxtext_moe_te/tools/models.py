@@ -5,13 +5,12 @@ when they no longer hold. Imports neither jax nor MaxText.
 """
 
 import argparse
-import importlib.util
 import json
 from pathlib import Path
 
 import yaml
 
-from maxtext_moe_te import versions
+from maxtext_moe_te.host import source
 
 PARITY = Path(__file__).with_name("parity.json")
 
@@ -26,14 +25,13 @@ def main(words: list[str]) -> int:
     int: the exit status.
 
   Raises:
-    VersionError: MaxText is missing or of an unsupported version.
+    VersionError: there is no MaxText.
   """
   parser = argparse.ArgumentParser(prog="maxtext-moe-te models", description="MoE models of MaxText and how exact each is.")
   form = parser.add_mutually_exclusive_group()
   form.add_argument("--json", action="store_true", help="as JSON")
   form.add_argument("--markdown", action="store_true", help="as in the README")
   arguments = parser.parse_args(words)
-  versions.check("maxtext")
   table = rows(model_files(), json.loads(PARITY.read_text()))
   if arguments.json:
     print(json.dumps(table, indent=2))
@@ -44,7 +42,7 @@ def main(words: list[str]) -> int:
 
 def model_files() -> list[str]:
   """Names of MaxText's model files with more than one expert."""
-  folder = Path(importlib.util.find_spec("maxtext").submodule_search_locations[0]) / "configs" / "models"
+  folder = source.root() / "configs" / "models"
   settings = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(folder.glob("*.yml"))}
   return [name for name, values in settings.items() if int(values.get("num_experts", 1)) > 1]
 

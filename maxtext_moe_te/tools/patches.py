@@ -8,7 +8,6 @@ whose result is known by its hash needs no fuzz. Imports neither jax nor MaxText
 import argparse
 import dataclasses
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -16,7 +15,9 @@ import shutil
 import tomllib
 from pathlib import Path
 
-from maxtext_moe_te.errors import PatchError, nearest
+from maxtext_moe_te.errors import PatchError, VersionError, nearest
+from maxtext_moe_te.host import known as known_texts
+from maxtext_moe_te.host import source
 
 CLEAN, APPLIED, DAMAGED, ABSENT = "clean", "applied", "damaged", "absent"  # of a tree; the first two of a file as well
 _UNPATCHED = "as released"  # of a file that no patch touches
@@ -107,6 +108,7 @@ class State:
     state: clean, applied, damaged or absent.
     problems: if damaged, what is wrong with which file.
     interrupted: damaged only by a change that was interrupted: `revert` takes it back.
+    source: of the MaxText that this Python would import, what the plugin knows of its source.
   """
 
   package: str
@@ -115,6 +117,7 @@ class State:
   state: str = ABSENT
   problems: tuple[str, ...] = ()
   interrupted: bool = False
+  source: str = ""
 
 
 def main(words: list[str]) -> int:
@@ -146,7 +149,7 @@ def main(words: list[str]) -> int:
     return 0
 
   def look():
-    return [inspect(known, package, find(package, arguments.root)) for package in chosen]
+    return [_with_source(inspect(known, package, find(package, arguments.root))) for package in chosen]
 
   states = look()
   if all(state.state == ABSENT for state in states):
@@ -166,6 +169,12 @@ def main(words: list[str]) -> int:
   return 0
 
 
+def _with_source(state):
+  """The state of a MaxText, with what a run would say of it. One that this Python does not import is judged by its patches alone."""
+  imported = state.package == source.PACKAGE and state.root is not None and find(state.package) == Path(state.root)
+  return dataclasses.replace(state, source=known_texts.standing()) if imported else state
+
+
 def _as_json(records):
   table = [dataclasses.asdict(record) for record in records]
   for row in table:
@@ -176,7 +185,8 @@ def _as_json(records):
 def _line(state):
   if state.root is None:
     return f"{state.package}: not here"
-  return f"{state.package} {state.version or '(unknown version)'} in {state.root}: {state.state}"
+  line = f"{state.package} {state.version or '(unknown version)'} in {state.root}: {state.state}"
+  return f"{line}\n{state.package}: {state.source}" if state.source else line
 
 
 def _listed(known, packages):
@@ -272,9 +282,10 @@ def find(package: str, given: str | None = None) -> Path | None:
     given: a git checkout, a site-packages folder or the package's own; None for what this Python would import.
   """
   if given is None:
-    spec = importlib.util.find_spec(package)  # of a top-level package: imports nothing
-    places = list(spec.submodule_search_locations or ()) if spec else []
-    return Path(places[0]).parent if places else None
+    try:
+      return source.root(package).parent
+    except VersionError:
+      return None
   top = Path(os.path.expanduser(given)).absolute()
   places = [top, top / "src", *([top.parent] if top.name == package else [])]
   return next((place for place in places if os.path.isdir(place / package)), None) if given else None

@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from maxtext_moe_te.errors import OptionError, OverlayError, RefusedError
+from maxtext_moe_te.errors import OptionError, OverlayError, RefusedError, VersionError
 from maxtext_moe_te.settings.config import MoeTeOptions
 from maxtext_moe_te.settings.overlay import Overlay
 from maxtext_moe_te.settings.xla_flags import Names
@@ -83,12 +83,22 @@ def test_a_healthy_machine_and_job_have_no_findings():
   assert said() == []
 
 
+KNOWN = dict(version="0.2.5", metadata="0.2.5", standing="source 0.2.5 in /x, known to the plugin", known=True, digest="a")
+UNKNOWN = KNOWN | dict(standing="source 0.2.5 in /x, not known to the plugin: permute [+7: x = 2]", known=False, digest="b")
 LARGE = {"emb_dim": 4096, "moe_mlp_dim": 1536}  # fits without Adam's moments
 E, W, N = checks.ERROR, checks.WARNING, checks.NOTE
 CASES = {
   # packages
-  "maxtext missing": (machine({"maxtext": None}), JOB, E, "MaxText is not installed; needed: maxtext>=0.2.4,<0.2.6. Fix: pip install"),
-  "maxtext version": (machine({"maxtext": "0.2.3"}), JOB, E, "maxtext 0.2.3 is installed; needed: maxtext>=0.2.4,<0.2.6"),
+  "maxtext missing": (machine({"maxtext": None}), JOB, E, "maxtext cannot be imported; needed: MaxText's container"),
+  "maxtext known": (machine(maxtext=KNOWN), JOB, N, "MaxText: source 0.2.5 in /x, known to the plugin; needed: "),
+  "maxtext not known": (machine(maxtext=UNKNOWN), job(config=None), W, "not known to the plugin: permute [+7: x = 2]; needed: "),
+  "maxtext equal by numbers": (machine(maxtext=UNKNOWN), job(selfcheck="self-check of MaxText"), N, "self-check of MaxText; needed: "),
+  "maxtext not equal": (
+    machine(maxtext=UNKNOWN),
+    job(refused=dict(found="something else", needed="b", fix="c")),
+    E,
+    "something else; needed: b. Fix: c",
+  ),
   "hidden gpus": (
     machine(variables={"CUDA_VISIBLE_DEVICES": "0,1"}),
     JOB,
@@ -930,11 +940,14 @@ def test_wrong_words():
 
 
 def test_without_maxtext_the_machine_is_judged_all_the_same(monkeypatch, capsys):
-  monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+  def root():
+    raise VersionError(**doctor.source.MISSING)
+
+  monkeypatch.setattr(doctor.source, "root", root)
   monkeypatch.setattr(doctor.facts, "gather", lambda: machine(packages={"maxtext": None}))
   assert doctor.main(["overlay=te-moe-bf16", "--deep", "--no-probes"]) == 1
   out = capsys.readouterr().out
-  assert out.count("MaxText is not installed") == 1 and "error: MaxText is not installed; needed: maxtext>=" in out
+  assert out.count("maxtext cannot be imported") == 1 and "error: maxtext cannot be imported; needed: MaxText's container" in out
 
 
 @pytest.mark.host

@@ -99,7 +99,8 @@ def test_our_own_commands_are_left_alone(host):
   """Each reads the variable by itself: an overlay on the command line wins, and `disable` works whatever the variable says."""
   (host / "sitecustomize.py").write_text(PTH_LINE)
   out, err = python(host, "-m", "maxtext_moe_te", "patch", "check", "maxtext", variable="nope", status=2)
-  assert out == [f"maxtext (unknown version) in {host}: damaged"] and "nope" not in err  # the stand-in is no MaxText
+  assert out[0] == f"maxtext (unknown version) in {host}: damaged" and "nope" not in err  # the stand-in is no MaxText
+  assert out[1].startswith(f"maxtext: source unknown in {host}/maxtext, not known to the plugin: against ") and len(out) == 2
 
 
 def test_a_script_of_maxtext_is_refused(host):

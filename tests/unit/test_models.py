@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from maxtext_moe_te import cli, versions
+from maxtext_moe_te import cli
+from maxtext_moe_te.errors import VersionError
+from maxtext_moe_te.host import source
 from maxtext_moe_te.tools import models
 
 README = Path(__file__).parents[2] / "README.md"
@@ -32,11 +34,14 @@ def test_text_and_markdown():
 
 
 def test_without_maxtext(monkeypatch, capsys):
-  monkeypatch.setattr(versions, "installed", lambda name: None)
+  def root():
+    raise VersionError(**source.MISSING)
+
+  monkeypatch.setattr(source, "root", root)
   assert cli.main(["models"]) == 2
   out = capsys.readouterr()
   assert out.out == ""
-  assert re.fullmatch(r"maxtext-moe-te: error: maxtext is not installed; needed: .*\n", out.err)
+  assert re.fullmatch(r"maxtext-moe-te: error: maxtext cannot be imported; needed: .*\n", out.err)
 
 
 @pytest.mark.host

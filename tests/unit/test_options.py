@@ -20,7 +20,7 @@ def test_defaults():
     "offload": (),
     "metrics": True,
     "xla_profile": (),
-    "unknown_host": False,
+    "selfcheck": "auto",
   }
 
 
@@ -49,7 +49,7 @@ def test_every_choice_is_accepted(name):
     (
       {"ruoter": "jax"},
       "unknown option moe_te.ruoter in my.yml; needed: one of enabled, router, transport, experts, recipe, cast_weights, capacity_factor, "
-      "offload, metrics, xla_profile, unknown_host. Fix: write moe_te.router.",
+      "offload, metrics, xla_profile, selfcheck. Fix: write moe_te.router.",
     ),
     ({"zzz": 1}, "Fix: remove moe_te.zzz."),
     ({"router": "jaxx"}, "moe_te.router=jaxx in my.yml; needed: one of auto, jax, te. Fix: write moe_te.router=jax."),

@@ -22,32 +22,9 @@ def pretend(monkeypatch):
 
 
 def test_supported_versions_pass(pretend):
-  pretend(maxtext="0.2.5", jax="0.12.0.1", jaxlib="0.12.0.1")
-  assert versions.check_maxtext() == "0.2.5"
+  pretend(jax="0.12.0.1", jaxlib="0.12.0.1")
   assert versions.check_jax() == "0.12.0.1"
   assert versions.jax_hazard() is None
-
-
-def test_missing_maxtext(pretend):
-  pretend()
-  with pytest.raises(VersionError, match=r"^maxtext is not installed; needed: maxtext>=0\.2\.4,<0\.2\.6 .*Fix: pip install 'maxtext>="):
-    versions.check_maxtext()
-  with pytest.raises(VersionError, match="maxtext is not installed"):
-    versions.check_maxtext(accept_unknown=True)
-
-
-@pytest.mark.parametrize("version", ["0.2.3", "0.2.6", "0.2.10", "0.2.6.dev1"])
-def test_unsupported_maxtext(pretend, version):
-  pretend(maxtext=version)
-  with pytest.raises(VersionError, match=rf"^maxtext {version} is installed; needed: maxtext>=0\.2\.4,<0\.2\.6 \(the places"):
-    versions.check_maxtext()
-  assert versions.check_maxtext(accept_unknown=True) == version
-
-
-@pytest.mark.parametrize("version,before", [("0.2.4", True), ("0.2.5", False), ("0.2.10", False), (None, False)])
-def test_behaviour_that_depends_on_the_release(pretend, version, before):
-  pretend(**({"maxtext": version} if version else {}))
-  assert versions.maxtext_before("0.2.5") is before
 
 
 # jaxlib, whether it is taken, whether it offloads wrongly, whether it crashes.

@@ -6,7 +6,6 @@ short probes run in processes of their own (`probes`), so that an abort is a fin
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import os
 import re
@@ -15,8 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-from maxtext_moe_te import __version__, versions
-from maxtext_moe_te.errors import MoeTeError, OptionError
+from maxtext_moe_te import __version__
+from maxtext_moe_te.errors import MoeTeError, OptionError, VersionError
+from maxtext_moe_te.host import source
 from maxtext_moe_te.settings import overlay as overlays
 from maxtext_moe_te.settings import words as our_words
 from maxtext_moe_te.settings import xla_flags
@@ -26,7 +26,7 @@ from maxtext_moe_te.tools import files
 from maxtext_moe_te.tools.doctor import checks, facts
 from maxtext_moe_te.tools.doctor.checks import ERROR, Finding
 
-RESOLVE_TIMEOUT_S = 180
+RESOLVE_TIMEOUT_S = 420  # 180 for MaxText, 240 for a comparison by numbers
 RANKS_TIMEOUT_S = 120
 
 
@@ -163,19 +163,20 @@ def read_job(words: list[str], machine: facts.Machine, args) -> tuple[facts.Job,
   resolved = {"words": rest, "overlay": spec or "", "options": asked.given}
   if not rest and not spec:
     return job, resolved
-  found = importlib.util.find_spec("maxtext")
-  if found is None:
-    return dataclasses.replace(job, refused=_not_asked("is not installed", f"pip install 'maxtext{versions.MAXTEXT}'")["refused"]), resolved
+  try:
+    base = source.root() / "configs" / "base.yml"
+  except VersionError as error:
+    return dataclasses.replace(job, refused=error.fields), resolved
   if not rest or not rest[0].endswith(".yml"):
-    base = Path(next(iter(found.submodule_search_locations))) / "configs" / "base.yml"
     rest = resolved["words"] = [str(base), *rest]
   answer = ask_maxtext(rest, spec or "", asked.overlay, options, job)
-  config = answer["config"]
-  return dataclasses.replace(job, config=config, refused=answer["refused"], offloaded_bytes=offloaded_bytes(config, job)), resolved
+  config, compared = answer["config"], answer.get("selfcheck", "")
+  offloaded = offloaded_bytes(config, job)
+  return dataclasses.replace(job, config=config, refused=answer["refused"], selfcheck=compared, offloaded_bytes=offloaded), resolved
 
 
 def ask_maxtext(words: list[str], spec: str, overlay: overlays.Overlay, options: MoeTeOptions, job: facts.Job) -> dict:
-  """What MaxText makes of the words, in a process of its own: {"config", "refused"}."""
+  """What MaxText makes of the words, in a process of its own: {"config", "refused"}, and "selfcheck" if it came to that."""
   request = {"words": words, "overlay": spec, "options": options.as_dict(), "domains": 1, "per_domain": job.gpus}
   environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "DECOUPLE_GCLOUD": "TRUE", VARIABLE: ""}
   command = [sys.executable, "-m", "maxtext_moe_te.tools.doctor.resolve"]
@@ -272,11 +273,19 @@ def _request(resolved, job, args, machine):
   )
 
 
+def _metadata(machine, name):
+  """What the metadata say of MaxText, where its source says another version."""
+  said = machine["maxtext"].get("metadata") if name == "maxtext" else None
+  return f" (metadata: {said})" if said not in (None, machine["packages"][name]) else ""
+
+
 def text(report: dict, findings: list[Finding]) -> str:
   """The report for a terminal."""
   machine, job = report["machine"], report["job"]
   told = [
-    f"{name} {machine['packages'][name]}" for name in ("maxtext", "jax", "jaxlib", "transformer-engine") if name in machine["packages"]
+    f"{name} {machine['packages'][name]}{_metadata(machine, name)}"
+    for name in ("maxtext", "jax", "jaxlib", "transformer-engine")
+    if name in machine["packages"]
   ]
   gpus = machine["gpus"]
   lines = [

@@ -13,6 +13,7 @@ from packaging.version import Version
 
 from maxtext_moe_te import versions
 from maxtext_moe_te.errors import MoeTeError
+from maxtext_moe_te.host.source import MISSING
 from maxtext_moe_te.moe import te_api, te_runtime
 from maxtext_moe_te.settings import xla_flags
 from maxtext_moe_te.tools.doctor.facts import Job, Machine, seen
@@ -90,23 +91,16 @@ def _gib(size):
 
 @check
 def maxtext(machine, job):
-  found = machine.packages.get("maxtext")
-  if found is None:
-    yield _error("MaxText is not installed", f"maxtext{versions.MAXTEXT}", f"pip install 'maxtext{versions.MAXTEXT}'", "versions.py")
-  elif found not in versions_of("maxtext"):
-    yield _error(
-      f"maxtext {found} is installed",
-      f"maxtext{versions.SUPPORTED['maxtext'].versions} ({versions.SUPPORTED['maxtext'].reason})",
-      f"pip install 'maxtext{versions.MAXTEXT}'",
-      "versions.py",
-    )
-
-
-def versions_of(name):
-  """The specifier of a package of the table."""
-  from packaging.specifiers import SpecifierSet
-
-  return SpecifierSet(versions.SUPPORTED[name].versions, prereleases=True)
+  if "maxtext" not in machine.packages:
+    yield _error(**MISSING, source="Python's path")
+  elif machine.maxtext:
+    standing, needed = machine.maxtext["standing"], "a source that is known to the plugin, or equal by numbers"
+    if job.selfcheck:
+      yield _note(job.selfcheck, needed, "none", "the run's own check")
+    elif machine.maxtext["known"]:
+      yield _note(f"MaxText: {standing}", needed, "none", "known.json")
+    else:
+      yield _warning(f"MaxText: {standing}", needed, "give the doctor the words of the run: it compares them now", "known.json")
 
 
 @check

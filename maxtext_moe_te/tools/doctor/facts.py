@@ -19,6 +19,7 @@ from typing import Any
 
 from maxtext_moe_te import versions
 from maxtext_moe_te.errors import VersionError
+from maxtext_moe_te.host import known, source
 from maxtext_moe_te.moe import te_api, te_runtime
 
 PACKAGES = (
@@ -59,7 +60,9 @@ class Machine:
 
   Args:
     python: version.
-    packages: installed versions.
+    packages: installed versions; of maxtext what its source says.
+    maxtext: of the MaxText that `import` would take: version, metadata (None without), standing (a line), known, and a digest of the
+      places the plugin relies on; empty without one.
     variables: of the environment.
     gpus: as nvidia-smi lists them, whatever CUDA_VISIBLE_DEVICES says; after `seen`, those it shows.
     hidden: after `seen`, how many it hides.
@@ -81,6 +84,7 @@ class Machine:
 
   python: str
   packages: dict[str, str] = dataclasses.field(default_factory=dict)
+  maxtext: dict[str, Any] = dataclasses.field(default_factory=dict)
   variables: dict[str, str] = dataclasses.field(default_factory=dict)
   gpus: tuple[Gpu, ...] = ()
   hidden: int = 0
@@ -108,6 +112,7 @@ class Machine:
   def fingerprint(self) -> dict[str, str]:
     """What must be the same on every machine of a job: name to value."""
     told = {f"package {name}": version for name, version in self.packages.items()}
+    told |= {"MaxText's source": self.maxtext["digest"]} if self.maxtext else {}
     told |= {f"library {name}": str(library.version) for name, library in self.libraries.items() if library.version}
     told |= {"python": self.python, "driver": str(self.driver), "XLA_FLAGS": self.variables.get("XLA_FLAGS", "")}
     told |= {name: value for name, value in self.variables.items() if name.startswith(("NCCL_", "NVTE_", "XLA_")) and name != "XLA_FLAGS"}
@@ -127,6 +132,7 @@ class Job:
     xla_flags: the text the run would start with.
     variables: the environment it would start with.
     refused: found, needed and fix, where the configuration was refused.
+    selfcheck: what a comparison by numbers said of a MaxText that is not known to the plugin; empty where none was needed.
     offloaded_bytes: bytes of host memory per GPU, where tensors are offloaded and their size is known.
   """
 
@@ -139,6 +145,7 @@ class Job:
   xla_flags: str = ""
   variables: dict[str, str] = dataclasses.field(default_factory=dict)
   refused: dict[str, str] | None = None
+  selfcheck: str = ""
   offloaded_bytes: int = 0
 
   @property
@@ -210,9 +217,12 @@ def gather() -> Machine:
   headers = te_runtime._nccl_headers(nccl.version) if nccl and nccl.version else None
   nvcc, engine = te_runtime._nvcc(), te_api.find()
   gpus, driver = _gpus()
+  packages = {name: version for name in PACKAGES if (version := versions.installed(name))}
+  maxtext = _maxtext(packages.pop("maxtext", None))
   return Machine(
     python=platform.python_version(),
-    packages={name: version for name in PACKAGES if (version := versions.installed(name))},
+    packages=packages | ({"maxtext": maxtext["version"]} if maxtext else {}),
+    maxtext=maxtext,
     variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     gpus=gpus,
     driver=driver,
@@ -231,6 +241,15 @@ def gather() -> Machine:
     host_memory_bytes=_available_memory(),
     shared_memory_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
   )
+
+
+def _maxtext(metadata):
+  try:
+    version, standing = source.version(), known.standing()
+  except VersionError:
+    return {}
+  digest = hashlib.sha256("".join(known.judge(group).digest for group in known.GROUPS).encode()).hexdigest()[:12]
+  return {"version": version, "metadata": metadata, "standing": standing, "known": not known.unknown(), "digest": digest}
 
 
 def _jax_refused():

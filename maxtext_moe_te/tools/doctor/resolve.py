@@ -19,7 +19,7 @@ KEYS = (
 
 
 def main() -> int:
-  """Reads {words, overlay, options, domains, per_domain} from standard input; writes {config, refused} after the word ANSWER."""
+  """Reads {words, overlay, options, domains, per_domain} from standard input; writes {config, refused, selfcheck} after the word ANSWER."""
   request = json.load(sys.stdin)
   from maxtext.configs import pyconfig
 
