@@ -37,7 +37,11 @@ _RECEIVE, _SEND = (*_LAYER, "recv_capacity_per_rank", "is_outer"), (*_LAYER, "ou
 _RULE = ("topk", "use_pre_softmax", "scaling_factor", "score_function", "compute_aux_scores", "routing_map_format")
 MESH_AXES = ("dp_resource", "tp_resource", "tpsp_resource", "fsdp_resource", "pp_resource", "cp_resource", "ep_resource")
 
-_CONTEXT = (Call("jax.sharding", "MeshResource", (), MESH_AXES), Call("jax.sharding", "global_shard_guard", ("resource",)))
+_CONTEXT = (
+  Call("jax.sharding", "MeshResource", (), MESH_AXES),
+  Call("jax.sharding", "global_shard_guard", ("resource",)),
+  Call("jax.sharding", "global_mesh_resource", ()),
+)
 _EXPERTS = (
   Call(
     _GEMM,

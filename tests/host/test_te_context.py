@@ -18,13 +18,15 @@ def config():
 @pytest.mark.parametrize(("targets", "said"), [(None, 1), (te_stub.EVERY_TARGET, 0)])
 def test_one_without_a_jax_extension_is_left_out(monkeypatch, tmp_path, caplog, targets, said):
   """Such as one that was installed for PyTorch: importing its JAX part would end the run with a missing file."""
+  from maxtext.utils import max_utils
+
   from maxtext_moe_te.host import seams
 
   guard = "import contextlib\nentered = []\n@contextlib.contextmanager\ndef global_shard_guard(resource):\n  entered.append(1)\n  yield\n"
   edit = {"jax.sharding": lambda text: text + guard}
   folder = te_stub.install(monkeypatch, tmp_path, "2.20.2", targets=targets, edit=edit)
   entered = []
-  with caplog.at_level(logging.INFO, "maxtext_moe_te"), seams.honest_context(None)():
+  with caplog.at_level(logging.INFO, "maxtext_moe_te"), seams.honest_context(max_utils.transformer_engine_context)():
     if not said:
       import transformer_engine.jax.sharding
 
