@@ -77,7 +77,7 @@ def bootstrap(options: MoeTeOptions, config, mesh, call: tuple[int, int] | None 
     MoeTeError: moe_te.transport=nccl_ep, and a process cannot; in every process the same.
   """
   ranks = mesh.shape.get(EXPERT_AXIS, 1)
-  moe = rules_from_config.is_moe(config) and not config.attention.startswith("vllm")  # which has its own MoE layer
+  moe = rules_from_config.is_moe(config) and config.attention not in rules_from_config.SAMPLERS
   explicit = options.transport == "nccl_ep"
   if options.transport not in ("auto", "nccl_ep") or ranks == 1 or not moe:
     return
