@@ -16,7 +16,21 @@ from maxtext.common import metric_logger
 
 from maxtext_moe_te import versions
 from maxtext_moe_te.errors import SeamError
-from maxtext_moe_te.host import cast, expert_group, features, known, layer, metrics, overflow, parts, patching, remat, selfcheck, source
+from maxtext_moe_te.host import (
+  cast,
+  expert_group,
+  features,
+  known,
+  layer,
+  lora,
+  metrics,
+  overflow,
+  parts,
+  patching,
+  remat,
+  selfcheck,
+  source,
+)
 from maxtext_moe_te.host.checks import check_config
 from maxtext_moe_te.host.configuration.seam import config_seams
 from maxtext_moe_te.host.patching import Activation, Seam
@@ -99,7 +113,7 @@ def seams(overlay, options: MoeTeOptions) -> list[Seam]:
           reason="called once per pass over the model, between the parameters and the loop over layers",
         )
       )
-    needed += [_group(options), _group_of_models(options)]
+    needed += [_group(options), _group_of_models(options), LORA]
     if options.metrics or options.capacity_factor:
       recorder, train_step = _metrics(options)
       needed += [recorder, train_step]
@@ -147,6 +161,14 @@ def _group_of_models(options):
     passes=("config", "mesh", "devices", "model_mode"),
     reason="all post-training, the training engine and decoding make their models here, before they trace them",
   )
+
+
+LORA = Seam(
+  target="maxtext.utils.lora_utils:apply_lora_to_model",
+  replace=lora.checking,
+  passes=("model", "mesh", "mt_config"),
+  reason="a path that names expert weights would adapt nothing there, without a word",
+)
 
 
 def honest_context(original):

@@ -1,10 +1,12 @@
 """LoRA adapters of Qwix under the plugin: the same ones as without it, with the same gradients."""
 
 import contextlib
+import re
 
 import jax
 import pytest
 
+from maxtext_moe_te.errors import RefusedError
 from maxtext_moe_te.settings.config import MoeTeOptions
 from tests import helpers, tolerances
 
@@ -60,3 +62,37 @@ def test_the_router_is_adapted(tmp_path):
   assert {name for name in ("gate", "query", "value") if any(f"'{name}'" in path for path in ours)} == {"gate", "query", "value"}
   helpers.assert_close(ours, plain, forward=tolerances.FLOAT32_FORWARD, gradient=tolerances.FLOAT32_GRADIENT)
   assert loss == pytest.approx(plain_loss, rel=tolerances.FLOAT32_FORWARD)
+
+
+EXPERTS = "expert weights get no adapters; needed: modules with a product of their own"
+
+
+def test_a_path_that_names_expert_weights_is_refused(tmp_path, caplog):
+  from flax import nnx
+  from maxtext.configs import pyconfig
+  from maxtext.utils import model_creation_utils
+
+  from maxtext_moe_te.host import lora
+
+  model, _ = model_creation_utils.from_pretrained(pyconfig.initialize(["test", *helpers.tiny_run(tmp_path, WORDS)]))
+  for path, named in {
+    "decoder/layers/.*(self_attention/query|MoeBlock_0/(wi_0|wo))": "decoder/layers/MoeBlock_0/wi_0",
+    ".*/MoeBlock_0": "decoder/layers/MoeBlock_0",
+  }.items():
+    with pytest.raises(RefusedError, match=re.escape(f"lora.lora_module_path={path}, which names {named}: {EXPERTS}")):
+      lora.check(model, path)
+  caplog.set_level("INFO", "maxtext_moe_te")
+  lora.check(model, PATH)
+  assert not caplog.messages
+  model.decoder.shared = nnx.Module()
+  model.decoder.shared.wi_0 = nnx.Module()
+  lora.check(model, "decoder/.*wi_0")  # the shared experts'
+  assert len(caplog.messages) == 1
+  caplog.clear()
+  lora.check(model, "decoder/.*")  # everything: no one means the experts by that
+  assert caplog.messages == ["LoRA makes no adapters for expert weights, which lora.lora_module_path=decoder/.* covers"]
+
+
+def test_it_is_asked_where_adapters_are_made(tmp_path):
+  with pytest.raises(RefusedError, match=EXPERTS):
+    adapted(tmp_path, [*WORDS, "lora.lora_module_path=.*wi_0"], MoeTeOptions())
