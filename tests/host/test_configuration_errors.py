@@ -58,6 +58,12 @@ def test_values_that_maxtext_refuses(resolve, word, text):
   assert str(ours.value) == str(plain.value)
 
 
+def test_a_message_that_names_everything_is_cut(resolve):
+  with pytest.raises(OptionError, match=r" …\. Fix: change one of the keys named there\.$") as caught, in_one_line():
+    resolve("compile_topology=nope", "compile_topology_num_slices=1")
+  assert len(str(caught.value)) < 500
+
+
 @pytest.mark.parametrize(
   ("variable", "value", "words", "text"),
   [

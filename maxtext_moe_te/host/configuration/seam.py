@@ -7,6 +7,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from maxtext_moe_te.settings.overlay import Overlay
 
 log = logging.getLogger("maxtext_moe_te")
 
-MOST_TEXT = 600  # characters of what MaxText says: some of its messages name everything that it knows
+MOST_TEXT = 300  # characters of what MaxText says: some of its messages name everything that it knows
 
 _PYCONFIG = "maxtext.configs.pyconfig"
 # What MaxText's configuration raises for what the user wrote. Anything else is not about that, and MaxText ends the process for it.
@@ -135,16 +136,20 @@ def _refusals_in_one_line():
 
 def _explained(error):
   if not isinstance(error, pydantic.ValidationError):
-    text = " ".join(str(error).split())[:MOST_TEXT].rstrip(".")
-    fix = "write override_model_config=true, or remove it" if "override_model_config" in text else "change what it names"
+    text = _shortened(str(error))
+    fix = "write override_model_config=true, or remove it" if "override_model_config" in str(error) else "change what it names"
     return OptionError(found=f"MaxText refuses the configuration: {text}", needed="one that it takes", fix=fix)
   first = error.errors(include_url=False, include_context=False)[0]
   key = first["loc"][0] if first["loc"] else ""  # further parts name types that were tried
   return OptionError(
     found=f"{key}={first['input']}, which MaxText refuses" if key else "a combination of values that MaxText refuses",
-    needed=" ".join(first["msg"].removeprefix("Value error, ").split()).rstrip(".")[:MOST_TEXT],
+    needed=_shortened(first["msg"].removeprefix("Value error, ")),
     fix=f"change {key}" if key else "change one of the keys named there",
   )
+
+
+def _shortened(text):
+  return textwrap.shorten(text, MOST_TEXT, placeholder=" …").rstrip(".")
 
 
 @functools.cache
