@@ -49,6 +49,12 @@ test-tunix: $(READY) ## train with MaxText's post-training entry points, which n
 test-gpu: ## run the GPU tests with GPU_PYTHON; one skipped for want of a GPU, MaxText or Transformer Engine fails
 	$(GPU_PYTHON) -m pytest tests/gpu -q --require-gpu --require-host --require-te $(ARGS)
 
+# HOSTS_REPOSITORY: a clone of MaxText's git repository. An hour on two cores.
+HOSTS_REPOSITORY ?=
+
+test-hosts: $(READY) ## try the plugin in other sources of MaxText: commits, releases, spoiled copies, mixes
+	$(PYTHON_BIN) -m tests.hosts.check --repository $(or $(HOSTS_REPOSITORY),$(error HOSTS_REPOSITORY must name a clone of MaxText)) $(ARGS)
+
 dist: $(READY) ## build the wheel and the sdist into dist/, the same bytes from the same source, and try them
 	rm -rf dist
 	$(PYTHON_BIN) -m hatchling build -d dist
