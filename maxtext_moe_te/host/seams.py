@@ -54,6 +54,8 @@ def activate(overlay=None, options: MoeTeOptions | None = None) -> Activation:
   versions.check_jax()
 
   def make():
+    if options.enabled:
+      _check_nothing_replaced()
     activation = patching.apply_all(seams(overlay, options), check=_check_is_maxtexts_own)
     recorder = metric_logger.record_activation_metrics
     activation.after_undo(lambda: _unbind(recorder))
@@ -62,22 +64,41 @@ def activate(overlay=None, options: MoeTeOptions | None = None) -> Activation:
   return patching.activate_once((overlay, options), make)
 
 
-def _check_is_maxtexts_own(seam, original) -> None:
-  """What is judged is the text in MaxText's files, so the function that is replaced must be the one that stands there.
+def _check_nothing_replaced() -> None:
+  """Of what the layer and the step are judged by, every function must be the one that stands in MaxText's files.
 
   Raises:
     SeamError: somebody has put another one in its place.
   """
+  for target in (*known.GROUPS[known.LAYER], *known.GROUPS[known.STEP]):
+    module, _, path = target.partition(":")
+    *parents, name = path.split(".")
+    owner = functools.reduce(lambda owner, parent: getattr(owner, parent, None), parents, sys.modules.get(module))
+    if name in vars(owner or object):
+      _check_is_maxtexts_own(target, vars(owner)[name])
+
+
+def _check_is_maxtexts_own(seam, original) -> None:
+  """What is judged is the text in MaxText's files, so the function in its place must be the one that stands there.
+
+  Args:
+    seam: one, or its target.
+    original: what is there.
+
+  Raises:
+    SeamError: somebody has put another one in its place.
+  """
+  target = seam if isinstance(seam, str) else seam.target
   function = inspect.unwrap(getattr(original, "__func__", original))
   code = getattr(function, "__code__", None)
   # A name that a `from … import` has bound is judged where it comes from.
-  text = source.function(seam.target) or source.function(f"{function.__module__}:{function.__qualname__}")
+  text = source.function(target) or source.function(f"{function.__module__}:{function.__qualname__}")
   place = lambda path, line: (os.path.realpath(path), line)
   if code and text and place(code.co_filename, code.co_firstlineno) == place(text.path, text.lines[0].number):
     return
   raise SeamError(
-    found=f"{seam.target} is {code or original!r}, not the function of that name in MaxText's file",
-    needed="MaxText's own, which the plugin then replaces",
+    found=f"{target} is {code or original!r}, not the function of that name in MaxText's file",
+    needed="MaxText's own, by which the plugin is judged",
     fix="activate the plugin before anything else replaces that function",
   )
 

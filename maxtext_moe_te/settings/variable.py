@@ -5,13 +5,22 @@ Also whether it still decides: a program that activates the plugin itself, or ru
 
 VARIABLE = "MAXTEXT_MOE_TE_OVERLAY"
 
-# `site` runs single lines. Whatever is wrong with the package, Python starts; but who set the variable must not train without it unaware.
+# `site` runs single lines. Whatever is wrong with the package, Python starts and other programs run; but who set the variable must not
+# train without the plugin, so MaxText cannot be imported then.
+_IF_BROKEN = f"""try:
+  from maxtext_moe_te import hook
+  hook.install()
+except Exception as e:
+  import sys
+  why = " ".join(f"{{type(e).__name__}}: {{e}}".split())
+  def find_spec(name, path=None, target=None, why=why):
+    if name == "maxtext":
+      raise ImportError(f"maxtext-moe-te: error: {VARIABLE} is set, and the plugin cannot be loaded ({{why}}); needed: "
+        "a whole installation. Fix: pip install --force-reinstall --no-deps maxtext-moe-te.")
+  sys.meta_path.insert(0, type("PluginIsBroken", (), {{"find_spec": staticmethod(find_spec)}}))
+"""
 PTH = "maxtext_moe_te.pth"
-PTH_LINE = (
-  "import os; exec('try:\\n  from maxtext_moe_te import hook\\n  hook.install()\\nexcept Exception as e:\\n  import sys\\n"
-  f'  print("maxtext-moe-te: error: {VARIABLE} is set, but the plugin is NOT active:", e, file=sys.stderr)\') '
-  f'if os.environ.get("{VARIABLE}") else None\n'
-)
+PTH_LINE = f'import os; exec({_IF_BROKEN!r}) if os.environ.get("{VARIABLE}") else None\n'
 
 _taken_over = False
 

@@ -173,21 +173,24 @@ def test_an_expert_parallel_transport_without_an_expert_axis(transport):
   )
 
 
-def test_a_layer_that_somebody_replaced(monkeypatch):
+@pytest.mark.parametrize("name", ["__call__", "load_balance_loss"])
+def test_a_layer_that_somebody_replaced(monkeypatch, name):
+  """Its file is the one that is known: what runs is not."""
   from maxtext.layers import moe
 
   import maxtext_moe_te
 
-  changed = lambda self, *args, **kwargs: None
-  monkeypatch.setattr(moe.RoutedMoE, "__call__", changed)
+  changed = lambda self, inputs, gate_inputs=None, out_sharding=None: None
+  monkeypatch.setattr(moe.RoutedMoE, name, changed)
+  before = moe.RoutedMoE.__call__
   with pytest.raises(SeamError) as caught:
     maxtext_moe_te.activate(options=MoeTeOptions())
   assert re.fullmatch(
-    r"maxtext\.layers\.moe:RoutedMoE\.__call__ is <code object <lambda> .*test_refusals\.py.*>, not the function of that name in MaxText's "
-    r"file; needed: MaxText's own, which the plugin then replaces\. Fix: activate the plugin before anything else replaces that function\.",
+    rf"maxtext\.layers\.moe:RoutedMoE\.{name} is <code object <lambda> .*test_refusals\.py.*>, not the function of that name in MaxText's "
+    r"file; needed: MaxText's own, by which the plugin is judged\. Fix: activate the plugin before anything else replaces that function\.",
     str(caught.value),
   )
-  assert moe.RoutedMoE.__call__ is changed, "nothing was changed"
+  assert moe.RoutedMoE.__call__ is before, "nothing was changed"
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from maxtext_moe_te.errors import PatchError
 from maxtext_moe_te.settings.variable import PTH, PTH_LINE, VARIABLE
-from maxtext_moe_te.tools import enable
+from maxtext_moe_te.tools import enable, patches
 
 HOST = {
   "maxtext/__init__.py": "import os\nprint('maxtext starts, XLA_FLAGS', os.environ.get('XLA_FLAGS'))\n",
@@ -129,27 +129,57 @@ def test_worker_processes_are_left_alone(host):
   assert "_Finder" in out[0] and "_Finder" not in out[1]
 
 
-@pytest.mark.parametrize("broken", ["raise RuntimeError('broken')", "import no_such_module", "def install():\n  1 / 0", "syntax error"])
-def test_a_broken_package_does_not_keep_python_from_starting(tmp_path, broken):
-  (tmp_path / "maxtext_moe_te").mkdir()
-  (tmp_path / "maxtext_moe_te/__init__.py").write_text("")
-  (tmp_path / "maxtext_moe_te/hook.py").write_text(broken)
-  said = starts_anyway(tmp_path)
-  assert said.startswith(f"maxtext-moe-te: error: {VARIABLE} is set, but the plugin is NOT active:") and said.count("\n") == 1
+BROKEN = {
+  "raises": ("raise RuntimeError('a\\nb')", "RuntimeError: a b"),
+  "lacks a package": ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+  "cannot install": ("def install():\n  1 / 0", "ZeroDivisionError: division by zero"),
+  "is no Python": ("syntax error", "SyntaxError: "),
+  "is gone": (None, "ModuleNotFoundError: No module named 'maxtext_moe_te'"),
+}
 
 
-def test_a_removed_package_does_not_keep_python_from_starting(tmp_path):
-  assert "No module named 'maxtext_moe_te'" in starts_anyway(tmp_path)
+@pytest.fixture(params=BROKEN)
+def broken(request, host):
+  """(folder of MaxText and what is left of the package, what is wrong with it)"""
+  code, why = BROKEN[request.param]
+  if code is not None:
+    (host / "maxtext_moe_te").mkdir()
+    (host / "maxtext_moe_te/__init__.py").write_text("")
+    (host / "maxtext_moe_te/hook.py").write_text(code)
+  (host / "sitecustomize.py").unlink()
+  return host, why
 
 
-def starts_anyway(folder):
-  """Standard error of a Python whose site folder holds the .pth file and whatever package is in `folder`."""
+def start(folder, *words, variable="dropless"):
+  """A Python whose site folder holds the .pth file and whatever package is in `folder`; where it is not the package's own environment."""
+  code = f"import runpy, site, sys; sys.path.insert(0, {str(folder)!r}); site.addsitedir({str(folder)!r}); "
+  environment = {**os.environ, "PYTHONPATH": "", VARIABLE: variable}
+  return subprocess.run([sys.executable, "-S", "-c", code + words[0]], env=environment, capture_output=True, text=True, cwd=folder)
+
+
+def test_a_broken_package_lets_python_start_but_not_maxtext(broken):
+  """Who set the variable does not train without the plugin; other programs have nothing to do with that."""
+  folder, why = broken
   (folder / PTH).write_text(PTH_LINE)
-  code = f"import site, sys; sys.path.insert(0, {str(folder)!r}); site.addsitedir({str(folder)!r}); print('started')"
-  environment = {**os.environ, VARIABLE: "x", "PYTHONPATH": ""}
-  done = subprocess.run([sys.executable, "-S", "-c", code], env=environment, capture_output=True, text=True, check=True, cwd=folder)
-  assert done.stdout == "started\n"
-  return done.stderr
+  done = start(folder, "import json, wave; print('started')")
+  assert (done.returncode, done.stdout, done.stderr) == (0, "started\n", "")
+  for use in ("import maxtext", "from maxtext.configs import pyconfig", f"runpy.run_module({TRAIN!r}, run_name='__main__')"):
+    done = start(folder, f"{use}; print('imported')")
+    assert (done.returncode, done.stdout) == (1, "")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"ImportError: maxtext-moe-te: error: {VARIABLE} is set, and the plugin cannot be loaded ({why}"), done.stderr
+    assert last.endswith("); needed: a whole installation. Fix: pip install --force-reinstall --no-deps maxtext-moe-te.")
+  assert start(folder, "import maxtext", variable="").stdout.startswith("maxtext starts, ")
+
+
+def test_nor_does_a_patched_maxtext_start_with_a_broken_package(broken):
+  folder, why = broken
+  patch = (patches.folder() / "maxtext/plugin-loader.patch").read_text().splitlines()
+  added = [line[1:] for line in patch if line.startswith("+") and not line.startswith("+++")]
+  (folder / "maxtext/__init__.py").write_text("\n".join(["import os", *added, "print('maxtext starts')"]))
+  done = start(folder, f"runpy.run_module({TRAIN!r}, run_name='__main__')")
+  assert (done.returncode, done.stdout) == (1, "") and why.partition(":")[0] in done.stderr
+  assert start(folder, "import maxtext", variable="").stdout == "maxtext starts\n"
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
