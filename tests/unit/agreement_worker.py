@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from maxtext_moe_te.errors import MoeTeError, RefusedError, VersionError
-from maxtext_moe_te.host import agreement, engine, expert_group, parts
+from maxtext_moe_te.host import agreement, engine, expert_group, known, parts, selfcheck
 from maxtext_moe_te.moe.transport import nccl_ep
 from maxtext_moe_te.settings.config import MoeTeOptions
 
@@ -75,6 +75,17 @@ for options in (MoeTeOptions(), MoeTeOptions(experts="te")):
   decide = lambda options=options: engine.decide(options, GPU)
   choose = lambda options=options: parts._experts(options, GPU, spec)
   got[f"experts={options.experts}"] = [outcome(decide), outcome(choose), outcome(choose)]  # once asked before tracing, and no more
+
+# MaxText's source: another one on a node, numbers that differ on a node, and all well.
+selfcheck._applies = lambda config, options: True
+for name, digest, settle in (
+  ("another source", f"of {rank}", lambda config, options: "equal"),
+  ("other numbers", "of all", lambda config, options: refuse_on(1, **NO_NVCC | {"found": "y is off by 1e-01"})()),
+  ("equal numbers", "of all", lambda config, options: f"equal, says {rank}"),
+):
+  known.judge = lambda group, digest=digest: types.SimpleNamespace(digest=digest)
+  selfcheck.settle = settle
+  got[name] = outcome(lambda: selfcheck.settle_together(None, MoeTeOptions()))
 
 if rank == 0:
   got["no answer"] = outcome(lambda: agreement.agree("", "what only one asks", timeout_s=0.5))

@@ -24,6 +24,12 @@ EXPECTED = {
     "RefusedError",
     "no tool 0 on node0 (process 0, and 1 more of 2 processes refuse); needed: a CUDA compiler. Fix: set moe_te.transport=xla.",
   ],
+  "another source": [
+    "RefusedError",
+    "process 1 on node1 imports another source of MaxText than most of the 2 processes; needed: the same in all of them. Fix: install on "
+    "node1 what the others have.",
+  ],
+  "other numbers": ["RefusedError", "y is off by 1e-01 on node1 (process 1); needed: a CUDA compiler. Fix: set moe_te.transport=xla."],
   "a node without nvcc, auto": [None, [f"NCCL EP not used: {WITHOUT_NVCC}"], 0],
   "a node without nvcc, nccl_ep": [REFUSED, [], 0],
   "experts=auto": [None, *[["ragged_dot", f" [{WITHOUT_CUBLAS}]"]] * 2],
@@ -51,6 +57,10 @@ def answers():
 @pytest.mark.parametrize("question", EXPECTED)
 def test_all_processes_get_the_same_answer(answers, question):
   assert [answer[question] for answer in answers] == [EXPECTED[question]] * 2
+
+
+def test_equal_numbers_are_told_by_each(answers):
+  assert [answer["equal numbers"] for answer in answers] == ["equal, says 0", "equal, says 1"]
 
 
 @pytest.mark.parametrize("transport", ["auto", "nccl_ep"])
