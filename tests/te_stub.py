@@ -66,7 +66,11 @@ def _source(names):
 def install(monkeypatch, root: pathlib.Path, state: str, **spoiled) -> pathlib.Path:
   """`write`, and puts it where `import transformer_engine` finds it until the test ends."""
   folder = write(root, state, **spoiled)
-  for name in [name for name in sys.modules if name.partition(".")[0] == te_api.PACKAGE]:
+  # Undone in the reverse order: what a test imports of the stand-in is gone after it, what stood there before is back.
+  names = {name for name in sys.modules if name.partition(".")[0] == te_api.PACKAGE}
+  files = (path.relative_to(root).with_suffix("") for path in folder.rglob("*.py"))
+  for name in names | {".".join(path.parts).removesuffix(".__init__") for path in files}:
+    monkeypatch.setitem(sys.modules, name, sys.modules.get(name))
     monkeypatch.delitem(sys.modules, name)
   monkeypatch.syspath_prepend(str(root))
   importlib.invalidate_caches()
