@@ -168,7 +168,7 @@ def train(output, words, *, overlay=None, options=None, module="pre_train.train"
 
 
 def train_keeping_gradients(output, words, **more) -> tuple[list[dict], dict]:
-  """(what `train` returns, gradients of the last step by parameter); the optimizer's state holds them, before it clips."""
+  """(what `train` returns, gradients of the last step by parameter); the optimizer's state holds them, clipped."""
   from maxtext.optimizers import optimizers
   from maxtext.trainers.pre_train import train as trainer
 

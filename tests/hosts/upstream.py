@@ -26,6 +26,7 @@ FILES = (
   "envy_test.py",
   "decoder_layer_model_mode_test.py",
 )
+LAYER = "maxtext.layers.moe:RoutedMoE.__call__"
 
 
 def main() -> int:
@@ -83,7 +84,11 @@ class _Report:
     if self.active:
       import maxtext_moe_te
 
-      maxtext_moe_te.activate()
+      self.activation = maxtext_moe_te.activate()
+
+  def pytest_terminal_summary(self, terminalreporter):
+    if self.active:
+      terminalreporter.write_line(f"the plugin's layer was called {self.activation.calls[LAYER]} times")
 
   def pytest_runtest_logreport(self, report):
     if report.when == "call" or report.outcome != "passed":
