@@ -209,6 +209,13 @@ def _rules_of_this_source(config):
     "a model built with NNX",
     f"set {' '.join(f'{key}=true' for key in linen)}",
   )
+  tiles = getattr(config, "num_vocab_tiling", 1)
+  yield (
+    tiles > 1 and not has.scales_tiled_gradients,
+    f"num_vocab_tiling={tiles} on {here}, whose backward pass leaves a factor out of the gradients",
+    "num_vocab_tiling=1",
+    "set num_vocab_tiling=1",
+  )
   bias_free = config.model_name.startswith(BIAS_FREE_WEIGHTS)
   yield (
     bias_free and config.routed_bias and not config.model_name.startswith(has.bias_free_weights),

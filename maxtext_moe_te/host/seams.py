@@ -30,6 +30,7 @@ from maxtext_moe_te.host import (
   remat,
   selfcheck,
   source,
+  without_effect,
 )
 from maxtext_moe_te.host.checks import check_config
 from maxtext_moe_te.host.configuration.seam import config_seams
@@ -112,7 +113,7 @@ def _unbind(recorder) -> None:
 
 def seams(overlay, options: MoeTeOptions) -> list[Seam]:
   """The seams that these options need."""
-  checks = [functools.partial(check_config, options=options)] if options.enabled else []
+  checks = [functools.partial(check_config, options=options), _name_without_effect] if options.enabled else []
   checks.append(functools.partial(_check_source, options))
   needed = config_seams(overlay, options, checks=checks, own_checks=[functools.partial(remat.check, options)])
   needed.append(TRANSFORMER_ENGINE_CONTEXT)
@@ -150,6 +151,11 @@ def seams(overlay, options: MoeTeOptions) -> list[Seam]:
         )
       )
   return needed
+
+
+def _name_without_effect(config):
+  if line := without_effect.line(config):
+    parts.log_once(line)
 
 
 def _check_source(options, config):
