@@ -72,7 +72,10 @@ def test_the_steps_of_the_image(image, wheel, tmp_path):
   assert not [name for name in added if not name.startswith(("maxtext_moe_te/", "maxtext_moe_te-"))]
 
   script = environments.run(python, "maxtext-moe-te", "patch", "check", "maxtext")
-  assert script.returncode == 0 and script.stdout == f"maxtext 0.2.5 in {source}: applied\n"
+  assert script.returncode == 0
+  assert script.stdout == (f"maxtext 0.2.5 in {source}: applied\nmaxtext: source 0.2.5 in {source}/maxtext, known to the plugin\n"), (
+    "patched, it is known too"
+  )
 
   again = install(image, wheel, PATCHES="maxtext")
   assert again.returncode == 0, again.stdout + again.stderr

@@ -84,6 +84,7 @@ def test_a_healthy_machine_and_job_have_no_findings():
 
 
 KNOWN = dict(version="0.2.5", metadata="0.2.5", standing="source 0.2.5 in /x, known to the plugin", known=True, digest="a")
+OFF = dict(found="something else", needed="b", fix="c")
 UNKNOWN = KNOWN | dict(standing="source 0.2.5 in /x, not known to the plugin: permute [+7: x = 2]", known=False, digest="b")
 LARGE = {"emb_dim": 4096, "moe_mlp_dim": 1536}  # fits without Adam's moments
 E, W, N = checks.ERROR, checks.WARNING, checks.NOTE
@@ -95,7 +96,7 @@ CASES = {
   "maxtext equal by numbers": (machine(maxtext=UNKNOWN), job(selfcheck="self-check of MaxText"), N, "self-check of MaxText; needed: "),
   "maxtext not equal": (
     machine(maxtext=UNKNOWN),
-    job(refused=dict(found="something else", needed="b", fix="c")),
+    job(refused=OFF, selfcheck=OFF["found"]),
     E,
     "something else; needed: b. Fix: c",
   ),
@@ -546,6 +547,7 @@ CASES = {
 
 
 QUIET = {
+  "source that was judged": (machine(maxtext=UNKNOWN), job(refused=OFF, selfcheck=OFF["found"]), "not known to the plugin"),
   "an overlay's variable": (
     machine(gpus=(B200,) * 8),
     job(

@@ -95,6 +95,8 @@ def maxtext(machine, job):
     yield _error(**MISSING, source="Python's path")
   elif machine.maxtext:
     standing, needed = machine.maxtext["standing"], "a source that is known to the plugin, or equal by numbers"
+    if job.refused and job.selfcheck == job.refused["found"]:
+      return  # said by the check named so
     if job.selfcheck:
       yield _note(job.selfcheck, needed, "none", "the run's own check")
     elif machine.maxtext["known"]:

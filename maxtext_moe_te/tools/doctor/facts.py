@@ -132,7 +132,7 @@ class Job:
     xla_flags: the text the run would start with.
     variables: the environment it would start with.
     refused: found, needed and fix, where the configuration was refused.
-    selfcheck: what a comparison by numbers said of a MaxText that is not known to the plugin; empty where none was needed.
+    selfcheck: what the run makes of a MaxText that is not known to the plugin, as `refused` has it if that is why; empty where it is known.
     offloaded_bytes: bytes of host memory per GPU, where tensors are offloaded and their size is known.
   """
 

@@ -49,7 +49,11 @@ def main() -> int:
       answer["config"]["nccl_ep_refused"] = refusal(
         lambda: expert_group.check_ep_group(config, expert_group.ep_group(options, config, sizes))
       )
-    answer["selfcheck"] = selfcheck.settle(config, options)
+    try:
+      answer["selfcheck"] = selfcheck.settle(config, options)
+    except MoeTeError as error:
+      answer["selfcheck"] = error.found
+      raise
     if options.enabled:
       parts.check_recipe(options)  # not Transformer Engine: the checks judge that of the machine where the job is to run
   except MoeTeError as error:
