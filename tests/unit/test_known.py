@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from maxtext_moe_te.host import known, source
+from maxtext_moe_te.host import features, known, source
 from tests.hosts import trees
 
 GROUP = "group"
@@ -88,9 +88,13 @@ def test_the_installed_release_is_known(tree):
 
 @pytest.mark.host
 def test_a_release_under_another_name_is_known(tree):
-  """What it is called decides nothing: builds of 0.2.5 call themselves 0.2.5.dev3 or 0.2.5+nv26.9."""
-  (tree / "maxtext/version.py").write_text('__version__ = "0.2.5.dev3"\n')
-  assert known.standing() == f"source 0.2.5.dev3 in {tree}/maxtext, known to the plugin"
+  """What it is called decides nothing, neither whether it is known nor what it does; builds of 0.2.5 have many names."""
+  does = features.of_host()
+  for name in ("0.2.4", "0.2.5.dev3", "0.2.5.post1", "0.2.5+nv26.9", "1.0"):
+    (tree / "maxtext/version.py").write_text(f'__version__ = "{name}"\n')
+    features._of.cache_clear()
+    assert known.standing() == f"source {name} in {tree}/maxtext, known to the plugin"
+    assert features.of_host() == does
 
 
 @pytest.mark.host
