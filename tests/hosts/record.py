@@ -1,8 +1,8 @@
 """Writes `known.json` from proofs: `python -m tests.hosts.record TREES PROOF [PROOF …]`.
 
-TREES is a folder of source trees, PROOF a file of lines that `tests.hosts.prove` printed for some of them. A group of places is proven in
-a tree if all that was compared there was equal, or in another tree with the same texts. The places that configure a run are recorded without
-a proof: their texts are named where they are unknown, and judged by their parameters alone.
+TREES is a folder of source trees, PROOF a file of lines that `tests.hosts.prove` printed for some of them. A group of places is proven
+in a tree if all that was compared there was equal, or in another tree with the same texts. The places that configure a run are recorded
+without a proof: their texts are named where they are unknown, and judged by their parameters alone.
 """
 
 import argparse
