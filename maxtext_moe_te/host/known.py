@@ -149,7 +149,11 @@ def standing() -> str:
   if not changed:
     return f"{here}, known to the plugin"
   differences = "; ".join(change.diff() for judgement in changed for change in judgement.changed)
-  return f"{here}, not known to the plugin: against {changed[0].nearest}, {differences}; a run compares both by numbers before it starts"
+  by_numbers = any(judgement.group != CONFIGURATION for judgement in changed)
+  then = (
+    "a run compares both by numbers before it starts" if by_numbers else "a run looks at the parameters of these places, and not at numbers"
+  )
+  return f"{here}, not known to the plugin: against {changed[0].nearest}, {differences}; {then}"
 
 
 def _judge(group, functions):
