@@ -68,12 +68,12 @@ def agree(reason: str, topic: str, *, timeout_s: float = TIMEOUT_S) -> list[Verd
   return verdicts
 
 
-def together(check: Callable[[], object], topic: str) -> MoeTeError | None:
+def together(check: Callable[[], object], topic: str, *, timeout_s: float = TIMEOUT_S) -> MoeTeError | None:
   """Runs a check in every process, and gives all of them the first error that any of them got.
 
   Args:
     check: raises a `MoeTeError` where something is missing.
-    topic: see `agree`.
+    topic, timeout_s: see `agree`.
 
   Returns:
     MoeTeError: of the same class and text everywhere; its `found` names the node where there are several processes. None if all passed.
@@ -86,7 +86,7 @@ def together(check: Callable[[], object], topic: str) -> MoeTeError | None:
     check()
   except MoeTeError as caught:
     error = caught
-  verdicts = agree(json.dumps([type(error).__name__, error.fields]) if error else "", topic)
+  verdicts = agree(json.dumps([type(error).__name__, error.fields]) if error else "", topic, timeout_s=timeout_s)
   failed = [verdict for verdict in verdicts if verdict.reason]
   if not failed or len(verdicts) == 1:
     return error

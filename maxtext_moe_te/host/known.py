@@ -149,11 +149,9 @@ def standing() -> str:
   if not changed:
     return f"{here}, known to the plugin"
   differences = "; ".join(change.diff() for judgement in changed for change in judgement.changed)
-  by_numbers = any(judgement.group != CONFIGURATION for judgement in changed)
-  then = (
-    "a run compares both by numbers before it starts" if by_numbers else "a run looks at the parameters of these places, and not at numbers"
-  )
-  return f"{here}, not known to the plugin: against {changed[0].nearest}, {differences}; {then}"
+  numbers = any(judgement.group != CONFIGURATION for judgement in changed)
+  then = "compares both by numbers before it starts" if numbers else "checks that its configuration arrives as the overlay has it"
+  return f"{here}, not known to the plugin: against {changed[0].nearest}, {differences}; a run {then}"
 
 
 def _judge(group, functions):

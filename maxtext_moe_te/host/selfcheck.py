@@ -32,7 +32,7 @@ log = logging.getLogger("maxtext_moe_te")
 # units in the last place (1.2e-7) times the square root of the number of terms. Gradients meet that twice, and pass through the router.
 FORWARD_BOUND = 1e-5
 GRADIENT_BOUND = 1e-4
-TIMEOUT_S = 240  # less than other processes wait for this one
+TIMEOUT_S = 900  # a minute on two cores with nothing else to do; ranks and data loaders may leave it a tenth of one
 CACHE_VARIABLE = "MAXTEXT_MOE_TE_CACHE"
 ANSWER = "SELFCHECK"
 _comparing = False  # in the comparing process, whose runs are the comparison
@@ -125,7 +125,8 @@ def settle_together(config, options: MoeTeOptions) -> str:
       fix=f"install on {other.host} what the others have",
     )
   lines = []
-  error = agreement.together(lambda: lines.append(settle(config, options)), "MaxText's source, by numbers")
+  wait_s = TIMEOUT_S + agreement.TIMEOUT_S  # for a process that starts its comparison when others have the verdict
+  error = agreement.together(lambda: lines.append(settle(config, options)), "MaxText's source, by numbers", timeout_s=wait_s)
   if error is not None:
     raise error
   return lines[0]

@@ -194,3 +194,24 @@ def test_undo_restores_maxtexts_own_functions(pyconfig):
   with patching.apply_all(configuration.config_seams(None, MoeTeOptions())):
     assert pyconfig.initialize is not before[0]
   assert pyconfig.initialize is before[0] and pyconfig.initialize_pydantic is before[1]
+
+
+@pytest.mark.parametrize(
+  ("spoil", "text"),
+  [
+    (
+      lambda original, argv, config_class, **kwargs: original(argv, config_class, **{**kwargs, "steps": 5}),
+      "configuration: steps=3 became 5",
+    ),
+    (lambda original, argv, config_class, **kwargs: original(argv, **kwargs), "resolved does not carry the plugin's options"),
+  ],
+)
+def test_a_maxtext_that_loses_what_is_added(resolve, pyconfig, monkeypatch, spoil, text):
+  """Its text may be any, and its parameters as known: what comes out is looked at."""
+  original = pyconfig.initialize
+
+  def initialize(argv=None, config_class=None, **kwargs):
+    return spoil(original, argv, config_class, **kwargs)
+
+  monkeypatch.setattr(pyconfig, "initialize", initialize)
+  assert text in refused(resolve, RefusedError, overlay="steps: 3\n")

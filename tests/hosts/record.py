@@ -2,7 +2,7 @@
 
 TREES is a folder of source trees, PROOF a file of lines that `tests.hosts.prove` printed for some of them. A group of places is proven
 in a tree if all that was compared there was equal, or in another tree with the same texts. The places that configure a run are recorded
-without a proof: their texts are named where they are unknown, and judged by their parameters alone.
+without a proof: their texts are named where they are unknown, and each run checks that what the plugin adds arrives.
 """
 
 import argparse

@@ -11,15 +11,18 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pydantic
 from maxtext.configs import pyconfig, types
 
 from maxtext_moe_te.errors import OptionError, RefusedError, wanted_in_one_line
-from maxtext_moe_te.host import rules_from_config
+from maxtext_moe_te.host import rules_from_config, source
 from maxtext_moe_te.host.configuration import inputs, join, scope
+from maxtext_moe_te.host.configuration.inputs import shown
 from maxtext_moe_te.host.patching import Seam
 from maxtext_moe_te.settings.config import MoeTeOptions
 from maxtext_moe_te.settings.overlay import Overlay
+from maxtext_moe_te.settings.xla_flags import as_text
 
 log = logging.getLogger("maxtext_moe_te")
 
@@ -58,6 +61,7 @@ def config_seams(
       for line in plan.lines:
         log.info(line)
       config = resolved(original, argv, config_class, options, {**kwargs, **plan.injected})
+      check_arrived(config, plan.injected, options)
       for check in [*(own_checks if own else ()), *checks]:
         check(config)
       if own:
@@ -97,8 +101,50 @@ def resolved(original: Callable, argv, config_class: type, options: MoeTeOptions
   return config
 
 
-# What MaxText's configuration raises for what the user wrote. Anything else is not about that, and MaxText ends the process for it.
-_REFUSALS = (ValueError, NotImplementedError)
+def check_arrived(config: Any, injected: Mapping[str, Any], options: MoeTeOptions) -> None:
+  """The proof that MaxText's way to a configuration, whatever its text, took what the plan adds.
+
+  Args:
+    config: what MaxText resolved.
+    injected: the plan's keys.
+    options: ours.
+
+  Raises:
+    RefusedError: a key has another value there, or our options are not there.
+  """
+  if getattr(config, "moe_te", None) != options.as_dict():
+    raise RefusedError(
+      found=f"the configuration that MaxText {source.version()} in {source.root()} resolved does not carry the plugin's options",
+      needed="a pyconfig.initialize that makes its configuration of the class it is given",
+      fix="undo what was changed there, or set moe_te.enabled=false and use no overlay",
+    )
+  lost = [key for key, value in injected.items() if not _is_there(value, getattr(config, key, None))]
+  if lost:
+    became = ", ".join(f"{shown(key, injected[key])} became {as_text(_plain(getattr(config, key, None)))}" for key in lost)
+    raise RefusedError(
+      found=f"MaxText {source.version()} in {source.root()} did not take what the plugin adds to its configuration: {became}",
+      needed="these values",
+      fix=f"remove {', '.join(lost)} from the overlay",
+    )
+
+
+def _is_there(wanted, found):
+  """Whether a resolved value is the wanted one, which may be text, a number in another type, or part of a list that was merged."""
+  wanted, found = _plain(wanted), _plain(found)
+  if isinstance(wanted, list):
+    return isinstance(found, list) and all(item in found for item in wanted)
+  if isinstance(wanted, Mapping):
+    return isinstance(found, Mapping) and all(_is_there(value, found.get(key)) for key, value in wanted.items())
+  if isinstance(wanted, str) and wanted.lower() in ("", "none"):
+    return found in ("", None) or str(found).lower() == wanted.lower()
+  return not inputs.differ(wanted, found) or str(wanted) == str(found)
+
+
+def _plain(value):
+  value = getattr(value, "value", value)
+  if isinstance(value, np.dtype):
+    return value.name
+  return pyconfig._tuples_to_lists(value) if isinstance(value, list | tuple) else value
 
 
 @contextlib.contextmanager
@@ -182,7 +228,7 @@ def _check_dropless(config):
   values = {key: getattr(config, key, None) for key in ("num_experts", "te_moe_block", "sparse_matmul", "capacity_factor")}
   if values["te_moe_block"] or join.drops(values):
     raise RefusedError(
-      found=f"MaxText resolved {', '.join(inputs.shown(key, value) for key, value in values.items())}",
+      found=f"MaxText resolved {', '.join(shown(key, value) for key, value in values.items())}",
       needed="a dropless run on the plugin's MoE layer",
       fix="write te_moe_block=false sparse_matmul=true capacity_factor=-1, or moe_te.enabled=false",
     )

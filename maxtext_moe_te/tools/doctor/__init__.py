@@ -26,7 +26,7 @@ from maxtext_moe_te.tools import files
 from maxtext_moe_te.tools.doctor import checks, facts
 from maxtext_moe_te.tools.doctor.checks import ERROR, Finding
 
-RESOLVE_TIMEOUT_S = 420  # 180 for MaxText, 240 for a comparison by numbers
+RESOLVE_TIMEOUT_S = 1080  # 180 for MaxText, 900 for a comparison by numbers
 RANKS_TIMEOUT_S = 120
 
 
