@@ -34,3 +34,21 @@ def test_dpo_and_its_checkpoints(tmp_path):
   assert_equal(ours, post_training.dpo(tmp_path / "plain", WORDS, cached=False)[1])
   resumed, _ = post_training.dpo(tmp_path / "ours", [*words, "steps=4"], MoeTeOptions())
   assert resumed.train_steps == 4
+
+
+def test_distillation(tmp_path):
+  trainer, ours = post_training.distilled(tmp_path / "ours", WORDS, MoeTeOptions())
+  assert trainer.train_steps == 3
+  assert_equal(ours, post_training.distilled(tmp_path / "plain", WORDS, cached=False)[1])
+
+
+def test_reinforcement_learning(tmp_path):
+  trainer, ours = post_training.rl(tmp_path / "ours", WORDS, MoeTeOptions())
+  assert trainer.train_steps == 3
+  assert_equal(ours, post_training.rl(tmp_path / "plain", WORDS, cached=False)[1])
+
+
+def test_the_training_engine(tmp_path):
+  ours = post_training.engine(tmp_path, WORDS, MoeTeOptions())
+  assert_equal(ours, post_training.engine(tmp_path, WORDS))
+  assert any(moved.any() for moved in post_training.engine(tmp_path, WORDS, MoeTeOptions(), own_loss=False).values())
