@@ -28,6 +28,7 @@ from maxtext_moe_te.host import (
   parts,
   patching,
   remat,
+  restored,
   selfcheck,
   source,
   without_effect,
@@ -184,9 +185,9 @@ def _group(options):
 def _group_of_models(options):
   return Seam(
     target="maxtext.utils.model_creation_utils:from_pretrained",
-    replace=expert_group.bootstrapping_models(options),
+    replace=lambda original: expert_group.bootstrapping_models(options)(restored.completing(original)),
     passes=("config", "mesh", "devices", "model_mode"),
-    reason="all post-training, the training engine and decoding make their models here, before they trace them",
+    reason="all post-training, the training engine and decoding make their models here, before they trace them, and lose router biases",
   )
 
 
