@@ -87,7 +87,8 @@ def test_git_comes_to_the_same(root):
 
 def run(source, output, *words, variable=None, status=0):
   """(metrics of each step, standard error) of three steps of a small model with MaxText's own command, from this source."""
-  environment = {**os.environ, "PYTHONPATH": f"{source}{os.pathsep}{REPOSITORY}", "PYTHONDONTWRITEBYTECODE": "1", "XLA_FLAGS": ""}
+  path = os.pathsep.join([str(source), str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+  environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "XLA_FLAGS": ""}
   environment |= {VARIABLE: variable} if variable else {}
   metrics = output / "metrics.jsonl"
   metrics.unlink(missing_ok=True)
