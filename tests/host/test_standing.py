@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,26 @@ def test_the_doctor_of_a_job_and_its_run_go_by_the_same_numbers(copy):
   numbers = "equal by numbers (largest relative error 2.0e-07, layer y; 20 s, kept from an earlier run)"
   line = f"self-check of MaxText {source.version()}: RoutedMoE.get_topk not known to the plugin; {numbers}"
   assert machine_findings(tree, *WORDS) == [("note", line)]
+
+
+def test_start_up_cost():
+  """What the plugin adds to MaxText's start: its own imports, the seams and one wrapped configuration, in seconds."""
+  script = textwrap.dedent("""
+    import time
+    from maxtext.configs import pyconfig
+    from maxtext.trainers.pre_train import train
+    words = ["x", pyconfig.__file__.replace("pyconfig.py", "base.yml"), "model_name=mixtral-8x7b", "hardware=cpu",
+             "skip_jax_distributed_system=true", "run_name=t", "base_output_directory=unused", "log_config=false"]
+    def timed(f):
+      start = time.process_time(); f(); return time.process_time() - start  # not the clock: the machine may be busy
+    pyconfig.initialize(words)
+    plain = min(timed(lambda: pyconfig.initialize(words)) for _ in range(3))
+    def activate():
+      import maxtext_moe_te
+      maxtext_moe_te.activate()
+    added = timed(activate)
+    added += min(timed(lambda: pyconfig.initialize(words)) for _ in range(3)) - plain
+    print("added", added)
+  """)
+  out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+  assert float(out.split("added")[-1]) < 1.0
