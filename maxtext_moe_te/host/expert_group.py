@@ -130,7 +130,7 @@ def ep_group(options: MoeTeOptions, config, axis_sizes: dict[str, int], call: tu
     num_experts=config.num_experts,
     experts_per_token=config.num_experts_per_tok,
     ranks=axis_sizes.get(EXPERT_AXIS, 1),
-    max_tokens_per_rank=-(-sequences * length // split),
+    max_tokens_per_rank=-(-sequences * length // (split * options.chunks)),
     width=config.moe_expert_input_dim if config.moe_expert_input_dim > 0 else config.emb_dim,
     capacity_factor=options.capacity_factor,
   )

@@ -39,13 +39,14 @@ def choose(options: MoeTeOptions, layout: Layout, spec: LayerSpec, width: int, l
   transport, why_transport = _transport(options, layout, spec, width, device, mxfp8=options.recipe == "mxfp8")
   log_once(
     f"MoE layer on {device.platform}: router {router}{why_router} ({spec.router}); transport {transport.name}{why_transport}; "
-    f"experts {experts}{why_experts} ({spec.expert})"
+    f"experts {experts}{why_experts} ({spec.expert})" + (f"; tokens in {options.chunks} parts" if options.chunks > 1 else "")
   )
   if experts == "te":
     grouped_matmul = te.grouped_matmul_mxfp8 if options.recipe == "mxfp8" else te.grouped_matmul
   else:
     grouped_matmul = GROUPED_MATMULS[experts]
-  return Parts(transport=transport, grouped_matmul=grouped_matmul, route=te_router.route if router == "te" else routing.route)
+  route = te_router.route if router == "te" else routing.route
+  return Parts(transport=transport, grouped_matmul=grouped_matmul, route=route, chunks=options.chunks)
 
 
 @functools.cache

@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from maxtext_moe_te.errors import RefusedError
 from maxtext_moe_te.moe import routing
+from maxtext_moe_te.moe.chunks import in_chunks
 from maxtext_moe_te.moe.experts import blocked, ragged_dot, reference
 from maxtext_moe_te.moe.experts.base import ExpertWeights, GroupedMatmul, expert_mlp
 from maxtext_moe_te.moe.rules import ExpertRule, RouterRule, Selection
@@ -80,11 +82,17 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-  """The implementation of each stage, chosen once."""
+  """The implementation of each stage, chosen once.
+
+  Attributes:
+    transport, grouped_matmul, route: of rows, products and scores.
+    chunks: in how many parts a device's tokens go through the experts.
+  """
 
   transport: Transport
   grouped_matmul: GroupedMatmul
   route: Callable[..., routing.Routing] = routing.route
+  chunks: int = 1
 
 
 class MoeOutput(NamedTuple):
@@ -94,9 +102,9 @@ class MoeOutput(NamedTuple):
     y: [B,S,D] in the layer's dtype.
     load_balance_loss: float32 scalar with its coefficient, or None.
     rows_per_expert: int32 [E], over the whole batch.
-    receive_rows_max: int32 scalar, rows of the fullest rank.
-    receive_capacity: int, R.
-    overflow: int32 scalar, ranks whose demand exceeded R. Dropless capacities keep it at 0.
+    receive_rows_max: int32 scalar, rows of the fullest rank in the fullest part.
+    receive_capacity: int, R, of one part.
+    overflow: int32 scalar, ranks and parts whose demand exceeded R. Dropless capacities keep it at 0.
   """
 
   y: jax.Array
@@ -175,25 +183,46 @@ def _per_device(spec, layout, parts, x, logits, router_inputs, weights) -> MoeOu
   k = row_weights.shape[-1]
   # Only a top-k selection never names an expert twice for one token.
   distinct = spec.router.selection is Selection.TOP and router_inputs.replayed_experts is None
-  sent = parts.transport.dispatch(x.reshape(b * s, width), routed.experts.reshape(-1, k), row_weights.reshape(-1, k), distinct=distinct)
-  row_weights = None if spec.router.weight_on_input else sent.row_weights
-  out = expert_mlp(parts.grouped_matmul, sent.rows, row_weights, sent.group_sizes, weights, spec.expert)
-  y = parts.transport.combine(out, sent.handle, sum_dtype=spec.sum_dtype)
+
+  def experts(tokens, weights):
+    sent = parts.transport.dispatch(*tokens, distinct=distinct)
+    row_weights = None if spec.router.weight_on_input else sent.row_weights
+    out = expert_mlp(parts.grouped_matmul, sent.rows, row_weights, sent.group_sizes, weights, spec.expert)
+    # The rows received are an integer, but pmax insists.
+    return parts.transport.combine(out, sent.handle, sum_dtype=spec.sum_dtype), (jax.lax.stop_gradient(sent.received), sent.rows.shape[0])
+
+  tokens = (x.reshape(b * s, width), routed.experts.reshape(-1, k), row_weights.reshape(-1, k))
+  y, (received, capacity) = in_chunks(experts, chunks_of(parts.chunks, b * s), tokens, weights)
   if layout.width:
     y = jax.lax.psum(y, layout.width)
 
   rows = routing.rows_per_expert(routed.experts, spec.num_experts).sum(0)
   loss = _load_balance_loss(routed, s, spec, layout) if spec.load_balance_coefficient > 0.0 else None
   everywhere = tuple(layout.mesh.axis_names)
-  received = jax.lax.stop_gradient(sent.received)  # an integer, but pmax insists
   return MoeOutput(
     y=y.reshape(b, s, width).astype(spec.dtype),
     load_balance_loss=loss,
     rows_per_expert=jax.lax.psum(rows, layout.tokens) if layout.tokens else rows,
-    receive_rows_max=jax.lax.pmax(received, everywhere),
-    receive_capacity=jnp.int32(sent.rows.shape[0]),
-    overflow=jax.lax.psum((received > sent.rows.shape[0]).astype(jnp.int32), everywhere),
+    receive_rows_max=jax.lax.pmax(received.max(), everywhere),
+    receive_capacity=capacity.max(),
+    overflow=jax.lax.psum((received > capacity).sum(dtype=jnp.int32), everywhere),
   )
+
+
+def chunks_of(chunks: int, tokens: int) -> int:
+  """In how many parts a device's tokens go through the experts: `chunks`, or 1 where there are fewer tokens, as in decoding.
+
+  Raises:
+    RefusedError: it does not divide them.
+  """
+  if tokens % chunks and tokens >= chunks:
+    near = max(c for c in range(1, chunks) if tokens % c == 0)
+    raise RefusedError(
+      found=f"moe_te.chunks={chunks} with {tokens} tokens on a device",
+      needed="parts of as many tokens each",
+      fix=f"set moe_te.chunks={near}, or change per_device_batch_size or max_target_length",
+    )
+  return chunks if tokens >= chunks else 1
 
 
 def _load_balance_loss(routed, local_sequence, spec, layout):

@@ -26,6 +26,7 @@ OFFLOADABLE = (
   "moe_mlpwo",
 )  # fmt: skip
 
+MAX_CHUNKS = 1024  # far more than save memory: the weights' gradients are read and written once per part
 MAX_CAPACITY_FACTOR = 4096  # an expert axis that large; beyond its size a factor is the worst case
 
 
@@ -44,6 +45,8 @@ class MoeTeOptions:
       takes step where no sum is taken, and so no result changes.
     capacity_factor: receive capacity of a rank over that of balanced routing, at least 1; 0 holds whatever the routing. A step
       that exceeds a finite one stops the run, its update not applied.
+    chunks: in how many parts a device's tokens go through dispatch, experts and combine, one after the other. The receive buffers hold
+      one part, so the worst case of it is what memory must hold; every part is computed anew in the backward pass.
     offload: tensors kept in host memory between forward and backward pass, by MaxText's names; a list, or text with commas.
     metrics: report rows per expert, receive demand and overflow from every decoder block.
     xla_profile: named sets of XLA flags, of settings/xla_flags.toml; a list, or text with commas. The overlay's own flags win over
@@ -59,6 +62,7 @@ class MoeTeOptions:
   recipe: str = "bf16"
   cast_weights: str = "auto"
   capacity_factor: float = 0.0
+  chunks: int = 1
   offload: tuple[str, ...] = ()
   metrics: bool = True
   xla_profile: tuple[str, ...] = ()
@@ -110,6 +114,8 @@ def _check(mapping, source):
       )
     if key == "capacity_factor":
       _check_capacity_factor(value, source)
+    elif key == "chunks":
+      _check_chunks(value, source)
     elif key == "xla_profile":
       chosen = names(value)
       profiles = map(str, chosen if isinstance(chosen, tuple) else (value,))
@@ -137,6 +143,15 @@ def _check_capacity_factor(value, source):
       found=f"moe_te.capacity_factor={value} in {source}",
       needed=f"a number from 1 to {MAX_CAPACITY_FACTOR}, or 0 for a capacity that nothing exceeds",
       fix="write moe_te.capacity_factor=0 or, to save memory, moe_te.capacity_factor=2",
+    )
+
+
+def _check_chunks(value, source):
+  if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_CHUNKS:
+    raise OptionError(
+      found=f"moe_te.chunks={value} in {source}",
+      needed=f"a whole number from 1 to {MAX_CHUNKS}",
+      fix="write moe_te.chunks=1 or, to save memory, moe_te.chunks=8",
     )
 
 

@@ -122,6 +122,55 @@ def test_the_unchanged_command_in_a_patched_tree(root, tmp_path_factory):
   assert bytes_of(root) == before
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("root", ["site-packages"], indirect=True)
+def test_a_scanned_mixtral_is_converted(root, tmp_path_factory):
+  """Every expert and every router in its place; without the patch the tool stops at the first router."""
+  import jax
+  import numpy as np
+  import orbax.checkpoint as ocp
+  from safetensors.numpy import save_file
+
+  folder = tmp_path_factory.mktemp("conversion")
+  layers, experts, width, hidden, heads, vocabulary = 32, 8, 16, 8, 4, 32  # as many layers as the tool's own table says
+  random = np.random.default_rng(0)
+  normal = lambda *shape: random.standard_normal(shape, dtype=np.float32)
+  weights = {"model.embed_tokens.weight": normal(vocabulary, width), "model.norm.weight": normal(width)}
+  weights["lm_head.weight"] = normal(vocabulary, width)
+  for layer in range(layers):
+    of_layer = {f"self_attn.{name}_proj.weight": normal(width, width) for name in "qkvo"}
+    of_layer |= {"input_layernorm.weight": normal(width), "post_attention_layernorm.weight": normal(width)}
+    of_layer["block_sparse_moe.gate.weight"] = normal(experts, width)
+    for expert in range(experts):
+      shapes = {"w1": (hidden, width), "w3": (hidden, width), "w2": (width, hidden)}
+      of_layer |= {f"block_sparse_moe.experts.{expert}.{name}.weight": normal(*shape) for name, shape in shapes.items()}
+    weights |= {f"model.layers.{layer}.{name}": value for name, value in of_layer.items()}
+  save_file(weights, folder / "model.safetensors")
+  index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "model.safetensors")}
+  (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+  command = [sys.executable, "-m", "maxtext.checkpoint_conversion.to_maxtext", "model_name=mixtral-8x7b", "override_model_config=true"]
+  command += [f"base_emb_dim={width}", f"base_num_query_heads={heads}", f"base_num_kv_heads={heads}", f"head_dim={width // heads}"]
+  command += [f"base_mlp_dim={hidden}", f"base_moe_mlp_dim={hidden}", f"vocab_size={vocabulary}", "weight_dtype=float32", "hardware=cpu"]
+  command += ["skip_jax_distributed_system=true", f"base_output_directory={folder / 'out'}", "run_name=x", "scan_layers=true"]
+  command += [f"--hf_model_path={folder}", "--save_dtype=float32"]
+  environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path]), "XLA_FLAGS": ""}
+  convert = lambda: subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+  assert "Shape mismatch for tensor 'params-decoder-layers-MoeBlock_0-gate-kernel'" in convert().stderr
+  assert cli.main(["patch", "apply", "maxtext", "--root", str(root)]) == 0
+  done = convert()
+  assert done.returncode == 0, done.stderr[-2000:]
+  (items,) = folder.glob("out/**/items")
+  checkpointer = ocp.PyTreeCheckpointer()
+  arrays = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), checkpointer.metadata(items).item_metadata.tree)
+  block = checkpointer.restore(items, restore_args=arrays)["params"]["params"]["decoder"]["layers"]["MoeBlock_0"]
+  for layer in range(layers):
+    of_layer = f"model.layers.{layer}.block_sparse_moe"
+    np.testing.assert_array_equal(block["gate"]["kernel"][:, layer], weights[f"{of_layer}.gate.weight"].T)
+    for expert in range(experts):
+      for ours, theirs in (("wi_0", "w1"), ("wi_1", "w3"), ("wo", "w2")):
+        np.testing.assert_array_equal(block[ours][expert, layer], weights[f"{of_layer}.experts.{expert}.{theirs}.weight"].T)
+
+
 def test_an_error_of_the_run_is_not_hidden(root):
   """MaxText's context manager, patched and not, around a body that fails."""
   source = patches.find("maxtext", str(root))

@@ -76,3 +76,29 @@ def test_an_axis_that_splits_tokens_and_width_is_refused():
   module = helpers.routed_moe(config, mesh)
   with pytest.raises(RefusedError, match="a tensor_sequence axis of 2, which splits both the tokens and the experts' width"):
     helpers.run_layer(config, mesh, helpers.our_call(), module, *helpers.layer_inputs(config))
+
+
+CHUNKED = [
+  ("deepseek3", "expert4-fsdp2", 4),
+  ("deepseek3", "expert2-context2-tensor2", 2),
+  ("mixtral", "expert8", 8),
+  ("qwen3", "data4-fsdp2", 2),
+]
+
+
+@pytest.mark.parametrize(("family", "mesh_name", "chunks"), CHUNKED)
+def test_tokens_in_parts_equal_one_device(on_one_device, family, mesh_name, chunks):
+  prefused = "tensor" in mesh_name or family == "mixtral"
+  config = helpers.maxtext_config(**FAMILIES[family], **MESHES[mesh_name], prefuse_moe_weights=prefused)
+  mesh = helpers.mesh_of(config, 8)
+  module = helpers.routed_moe(config, mesh)
+  actual = helpers.run_layer(config, mesh, helpers.our_call(chunks=chunks), module, *helpers.layer_inputs(config))
+  helpers.assert_close(actual, on_one_device(family, prefused), forward=tolerances.FLOAT32_FORWARD, gradient=tolerances.FLOAT32_GRADIENT)
+
+
+def test_parts_that_do_not_divide_the_tokens():
+  config = helpers.maxtext_config("mixtral-8x7b", ici_expert_parallelism=8, ici_fsdp_parallelism=1)
+  mesh = helpers.mesh_of(config, 8)
+  tokens = 8 * config.max_target_length // 8
+  with pytest.raises(RefusedError, match=rf"moe_te\.chunks=3 with {tokens} tokens on a device; .* Fix: set moe_te\.chunks=2, or change"):
+    helpers.run_layer(config, mesh, helpers.our_call(chunks=3), helpers.routed_moe(config, mesh), *helpers.layer_inputs(config))

@@ -406,7 +406,7 @@ CASES = {
     job({"emb_dim": 7168, "max_target_length": 12288, "num_decoder_layers": 4}, variables={"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}),
     W,
     "the worst case of 1,572,864 received rows makes each buffer of them 21.0 GiB; needed: buffers that fit several times. Fix: set "
-    "moe_te.capacity_factor=2",
+    "a smaller per_device_batch_size, or moe_te.chunks=2",
   ),
   "layers not scanned": (MACHINE, job({"scan_layers": False}), W, "scan_layers=false with 48 layers"),
   "pool of host memory": (

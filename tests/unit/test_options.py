@@ -17,6 +17,7 @@ def test_defaults():
     "recipe": "bf16",
     "cast_weights": "auto",
     "capacity_factor": 0.0,
+    "chunks": 1,
     "offload": (),
     "metrics": True,
     "xla_profile": (),
@@ -49,10 +50,13 @@ def test_every_choice_is_accepted(name):
     (
       {"ruoter": "jax"},
       "unknown option moe_te.ruoter in my.yml; needed: one of enabled, router, transport, experts, recipe, cast_weights, capacity_factor, "
-      "offload, metrics, xla_profile, selfcheck. Fix: write moe_te.router.",
+      "chunks, offload, metrics, xla_profile, selfcheck. Fix: write moe_te.router.",
     ),
     ({"zzz": 1}, "Fix: remove moe_te.zzz."),
     ({"router": "jaxx"}, "moe_te.router=jaxx in my.yml; needed: one of auto, jax, te. Fix: write moe_te.router=jax."),
+    ({"chunks": 0}, "moe_te.chunks=0 in my.yml; needed: a whole number from 1 to 1024. Fix: write moe_te.chunks=1 or, to save memory, "),
+    ({"chunks": "8"}, "moe_te.chunks=8 in my.yml; needed: a whole number from 1 to 1024."),
+    ({"chunks": True}, "moe_te.chunks=True in my.yml; needed: a whole number"),
     ({"experts": True}, "moe_te.experts=True in my.yml; needed: one of auto, reference, ragged_dot, blocked, te."),
     ({"enabled": "yes"}, "needed: true or false. Fix: write moe_te.enabled=true or moe_te.enabled=false."),
     (

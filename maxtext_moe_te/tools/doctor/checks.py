@@ -475,12 +475,12 @@ def expert_parallel(machine, job):
       "start one process per GPU",
       "https://github.com/marin-community/marin/issues/7344",
     )
-  tokens = _tokens_per_rank(job)
+  tokens = _tokens_per_call(job)
   if tokens > 8192:
     yield _note(
-      f"{tokens} tokens per rank with NCCL EP",
+      f"{tokens} tokens per rank in a call of NCCL EP",
       "8,192, up to which it was tested by its authors",
-      "lower per_device_batch_size if it fails",
+      f"lower per_device_batch_size{_more_chunks(job, lambda more: _tokens_per_call(more) <= 8192)} if it fails",
       "https://github.com/NVIDIA/nccl-extensions RELEASE.md",
     )
 
@@ -611,15 +611,16 @@ def memory(machine, job):
       yield _warning(
         f"NCCL EP takes about {_gib(outside)} beside XLA's pool of {fraction:g}, which leaves {_gib((1 - fraction) * have)}",
         "room for its buffers, NCCL and CUDA graphs (2 GiB)",
-        f"set XLA_PYTHON_CLIENT_MEM_FRACTION={best:g}, or moe_te.capacity_factor=2",
+        f"set XLA_PYTHON_CLIENT_MEM_FRACTION={best:g}{_more_chunks(job, lambda more: ep_buffer_bytes(more) <= outside // 2)}",
         "NCCL EP 0.1.0's allocation; https://github.com/marin-community/marin/issues/7331: out of memory at 0.90",
       )
     rows = receive_rows(job)
-    if have and rows * _width(job) * 2 > have // 10:
+    fits = lambda more: receive_rows(more) * _width(more) * 2 <= have // 10
+    if have and not fits(job):
       yield _warning(
         f"the worst case of {rows:,} received rows makes each buffer of them {_gib(rows * _width(job) * 2)}",
         "buffers that fit several times",
-        "set moe_te.capacity_factor=2, or a smaller per_device_batch_size",
+        f"set a smaller per_device_batch_size{_more_chunks(job, fits)}",
         "capacity.worst_case_rows",
       )
   if config.get("scan_layers") is False and config.get("num_decoder_layers", 0) > 8:
@@ -658,16 +659,30 @@ def least_state_bytes(job: Job) -> int:
 def receive_rows(job: Job) -> int:
   """Receive capacity of a rank in rows, before alignment."""
   ranks, factor = job.axis("expert"), job.options.get("capacity_factor", 0)
-  local, tokens = job.config["num_experts"] // ranks, _tokens_per_rank(job)
+  local, tokens = job.config["num_experts"] // ranks, _tokens_per_call(job)
   worst = ranks * tokens * min(job.config["num_experts_per_tok"], local)
   return min(worst, math.ceil(factor * tokens * job.config["num_experts_per_tok"])) if factor else worst
+
+
+def _tokens_per_call(job):
+  return -(-_tokens_per_rank(job) // job.options.get("chunks", 1))
+
+
+def _more_chunks(job, enough):
+  """ ", or moe_te.chunks=N" with the fewest that are enough; nothing where no number is."""
+  tokens = _tokens_per_rank(job)
+  for chunks in (2, 4, 8, 16, 32):
+    more = dataclasses.replace(job, options={**job.options, "chunks": chunks})
+    if chunks > job.options.get("chunks", 1) and tokens % chunks == 0 and enough(more):
+      return f", or moe_te.chunks={chunks}"
+  return ""
 
 
 def ep_buffer_bytes(job: Job) -> int:
   """What NCCL EP allocates outside XLA's pool: staging, probabilities, scales. NCCL EP 0.1.0, nccl_ep.cc."""
   ranks, width, rows = job.axis("expert"), _width(job), receive_rows(job)
   local = job.config["num_experts"] // ranks
-  return 2 * ranks * _tokens_per_rank(job) * width * 2 + 2 * rows * local * ranks * 4 + rows * width * 2 + 32 * 2**20
+  return 2 * ranks * _tokens_per_call(job) * width * 2 + 2 * rows * local * ranks * 4 + rows * width * 2 + 32 * 2**20
 
 
 @check
