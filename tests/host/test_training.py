@@ -51,6 +51,15 @@ def losses(metrics):
   return [step["learning/loss"] for step in metrics]
 
 
+def test_training_with_tokens_in_parts(tmp_path):
+  words = [*DEEPSEEK3, *EXPERT2, *ACCUMULATED, *BALANCED, "remat_policy=full", "steps=3"]
+  whole = helpers.train_keeping_gradients(tmp_path, words, options=MoeTeOptions())
+  parts = helpers.train_keeping_gradients(tmp_path, words, options=MoeTeOptions(chunks=4))
+  helpers.assert_same_training(parts, whole)
+  of_whole, of_part = (metrics[-1]["moe_te/receive_capacity"] for metrics, _ in (whole, parts))
+  assert of_part == of_whole / 4
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_plain_maxtext(tmp_path, case):
   words, only_plain = CASES[case]

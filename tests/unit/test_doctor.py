@@ -337,7 +337,7 @@ CASES = {
     E,
     "a; needed: b. Fix: c.",
   ),
-  "many tokens": (MACHINE, job({"max_target_length": 4096}), N, "16384 tokens per rank with NCCL EP; needed: 8,192"),
+  "many tokens": (MACHINE, job({"max_target_length": 4096}), N, "16384 tokens per rank in a call of NCCL EP; needed: 8,192"),
   # mesh
   "mesh and GPUs": (
     MACHINE,
