@@ -162,8 +162,8 @@ def _judge(group, functions):
   for target, digest in digests.items():
     for tree in known["texts"].get(target, {}).get(digest, {}).get("trees", ()):
       matches[tree] += 1
-  # Of trees with as many, the one recorded last: releases come last.
-  best = max(range(len(matches)), key=lambda tree: (matches[tree], tree), default=None)
+  # Of trees with as many, one as released, and the one recorded last: releases come last.
+  best = max(range(len(matches)), key=lambda tree: (matches[tree], not known["trees"][tree].endswith("-patched"), tree), default=None)
   changed = []
   for target, function in zip(targets, functions):
     texts = known["texts"].get(target, {})
