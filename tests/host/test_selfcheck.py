@@ -164,7 +164,7 @@ CHILDREN = {
   "dies": (done(stderr="a\nb\nKilled", status=-9), "the comparing process ended with status -9 (b | Killed)"),
   "says nothing": (done(), "the comparing process ended with status 0 ()"),
   "fails": (done(f"{selfcheck.ANSWER} {json.dumps({'failure': 'ValueError: no'})}"), "ValueError: no"),
-  "is slow": (slow, "the comparison had not ended after 240 s"),
+  "is slow": (slow, f"the comparison had not ended after {selfcheck.TIMEOUT_S} s"),
 }
 
 
