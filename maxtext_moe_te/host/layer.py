@@ -49,7 +49,7 @@ def _routed_moe(module, options, inputs, input_ids, gate_inputs, forced_routed_e
     expert_weights(module, layout),
     spec=spec,
     layout=layout,
-    parts=parts.choose(options, layout, spec, inputs.shape[-1], logits.dtype),
+    parts=parts.choose(options, layout, spec, inputs.shape, logits.dtype),
   )
   metrics.sow(module, out)
   return out.y, out.load_balance_loss, _bias_update(module, out.rows_per_expert)

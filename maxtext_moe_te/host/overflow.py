@@ -1,4 +1,5 @@
-"""A step that needs more receive capacity than a finite `capacity_factor` gives: its update is not applied and the run stops there.
+"""A step that needs more receive capacity than a finite `capacity_factor` gives: its update is not applied. What then comes is
+`moe_te.on_overflow`: it runs again (`replay`), is left out, or ends the run.
 
 With the default, capacity_factor=0, nothing can overflow and nothing here is in the compiled step. A layer that can overflow is
 traced only where somebody watches for it.
@@ -8,6 +9,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import logging
 import math
 
 import jax
@@ -17,6 +19,7 @@ from maxtext_moe_te.errors import CapacityError, RefusedError
 from maxtext_moe_te.host import rules_from_config
 from maxtext_moe_te.settings.config import MoeTeOptions
 
+log = logging.getLogger("maxtext_moe_te")
 OVERFLOW, DEMAND, CAPACITY = "moe_te/overflow", "moe_te/receive_rows_max", "moe_te/receive_capacity"
 
 
@@ -26,13 +29,38 @@ def check(options: MoeTeOptions, config) -> None:
   Raises:
     RefusedError: with the setting that is in the way.
   """
-  for wrong, setting in ((config.enable_diloco, "enable_diloco=true"), (config.eval_interval > 0, f"eval_interval={config.eval_interval}")):
-    if options.capacity_factor and wrong:
+  if not options.capacity_factor:
+    return
+  exact = options.on_overflow == "exact"
+  for wrong, setting, why in (
+    (config.enable_diloco, "enable_diloco=true", "whose steps are not checked for overflow"),
+    (config.eval_interval > 0 and not exact, f"eval_interval={config.eval_interval}", "whose steps are not checked for overflow"),
+    (
+      exact and config.compiled_trainstep_file,
+      f"compiled_trainstep_file={config.compiled_trainstep_file}",
+      "which holds one program of two",
+    ),
+  ):
+    if wrong:
       raise RefusedError(
-        found=f"moe_te.capacity_factor={options.capacity_factor:g} with {setting}, whose steps are not checked for overflow",
+        found=f"moe_te.capacity_factor={options.capacity_factor:g} moe_te.on_overflow={options.on_overflow} with {setting}, {why}",
         needed="a capacity that nothing exceeds",
         fix="set moe_te.capacity_factor=0",
       )
+
+
+# Part of what JAX keeps traced functions by: a layer that was traced for the first program is not taken for the second.
+_holding_all = jax.make_user_context(False)
+
+
+def holding_all():
+  """Within, layers are traced with a capacity that holds whatever the routing, in as many parts as that takes."""
+  return _holding_all(True)
+
+
+def holds_all() -> bool:
+  """Whether the layer that is being traced must hold whatever the routing."""
+  return _holding_all.value
 
 
 @dataclasses.dataclass
@@ -87,18 +115,22 @@ def keeping_state(train_step, options: MoeTeOptions):
 
   @functools.wraps(train_step)
   def step(model, config, state_mesh_shardings, params_shardings, state, data, *rest):
+    old = jax.tree.leaves(state)  # before the step, which updates a state of NNX in place
     with watched() as watch:
       new_state, metrics = train_step(model, config, state_mesh_shardings, params_shardings, state, data, *rest)
     if OVERFLOW not in metrics["scalar"]:
       if watch.needed:
         raise _unseen(options, "with a train step that does not report what its layers record")
       return new_state, metrics  # a dense model
-    overflowed = metrics["scalar"][OVERFLOW] > 0
-    old, new = jax.tree.leaves(state), jax.tree.leaves(new_state)
-    kept = [jnp.where(overflowed, o, n) for o, n in zip(old, new, strict=True)]
-    return jax.tree.unflatten(jax.tree.structure(new_state), kept), metrics
+    return selected(metrics["scalar"][OVERFLOW] > 0, old, new_state), metrics
 
   return step
+
+
+def selected(condition: jax.Array, old: list[jax.Array], new_state):
+  """The state with these leaves where a condition holds, else `new_state`. Never a product: what is thrown away may not be finite."""
+  kept = [jnp.where(condition, before, after) for before, after in zip(old, jax.tree.leaves(new_state), strict=True)]
+  return jax.tree.unflatten(jax.tree.structure(new_state), kept)
 
 
 def stopping(options: MoeTeOptions):
@@ -110,11 +142,35 @@ def stopping(options: MoeTeOptions):
       train, *others = original(config, *args, **kwargs)
       if not rules_from_config.is_moe(config):
         return train, *others
+      if options.on_overflow == "skip":
+        return _Skipping(train, options.capacity_factor), *others
       return _Checked(train, options.capacity_factor, config.gradient_accumulation_steps), *others
 
     return jit_train_and_eval_step
 
   return replace
+
+
+class _Skipping:
+  """A compiled step that says how many steps were left out because they overflowed; everything else is the step's own."""
+
+  def __init__(self, step, capacity_factor):
+    self._step, self._capacity_factor, self._last, self._skipped = step, capacity_factor, None, 0
+
+  def __getattr__(self, name):
+    return getattr(self._step, name)
+
+  def __call__(self, *args, **kwargs):
+    state, metrics = self._step(*args, **kwargs)
+    last, self._last = self._last, metrics["scalar"]
+    if last is not None and int(last[OVERFLOW]) > 0:  # of the step before, so that this one is issued without waiting
+      self._skipped += 1
+      if not self._skipped & (self._skipped - 1):  # the first, the second, the fourth …
+        log.warning(
+          "a rank was sent %.0f rows in a step and holds %.0f (moe_te.capacity_factor=%g): the step's update is not applied; %d so far",
+          float(last[DEMAND]), float(last[CAPACITY]), self._capacity_factor, self._skipped,
+        )  # fmt: skip
+    return state, metrics
 
 
 class _Checked:

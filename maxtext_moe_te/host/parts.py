@@ -3,8 +3,10 @@
 An explicit choice is honoured or refused; `auto` may choose.
 """
 
+import dataclasses
 import functools
 import logging
+import math
 
 import jax.numpy as jnp
 
@@ -14,8 +16,9 @@ from maxtext_moe_te.host import engine, overflow
 from maxtext_moe_te.host.expert_group import EXPERT_AXIS
 from maxtext_moe_te.moe import routing, te_api, te_router, te_runtime
 from maxtext_moe_te.moe.block import GROUPED_MATMULS, LayerSpec, Layout, Parts
+from maxtext_moe_te.moe.capacity import chunks_within
 from maxtext_moe_te.moe.experts import te
-from maxtext_moe_te.moe.rules import RouterRule
+from maxtext_moe_te.moe.rules import RouterRule, Selection
 from maxtext_moe_te.moe.transport import nccl_ep
 from maxtext_moe_te.moe.transport.local import LocalTransport
 from maxtext_moe_te.moe.transport.xla import XlaTransport
@@ -26,17 +29,19 @@ log = logging.getLogger("maxtext_moe_te")
 TE_ONLY = (("router", "te", "router"), ("transport", "nccl_ep", "nccl_ep"), ("experts", "te", "experts"), ("recipe", "mxfp8", "mxfp8"))
 
 
-def choose(options: MoeTeOptions, layout: Layout, spec: LayerSpec, width: int, logits_dtype) -> Parts:
-  """The parts for a layer on a mesh, for tokens of `width`, whose gate computes logits in `logits_dtype`.
+def choose(options: MoeTeOptions, layout: Layout, spec: LayerSpec, shape: tuple[int, int, int], logits_dtype) -> Parts:
+  """The parts for a layer on a mesh, for inputs [B,S,D] of this shape, whose gate computes logits in `logits_dtype`.
 
   Raises:
     RefusedError: a part that was asked for cannot serve this layer or mesh.
     VersionError: what a part needs is missing or of another version.
   """
   device = layout.mesh.devices.flat[0]
+  *tokens, width = shape
   router, why_router = _router(options, device, spec, logits_dtype)
   experts, why_experts = _experts(options, device, spec)
   transport, why_transport = _transport(options, layout, spec, width, device, mxfp8=options.recipe == "mxfp8")
+  transport, chunks = _holding(options, transport, spec, math.prod(tokens) // layout.size(layout.tokens))
   log_once(
     f"MoE layer on {device.platform}: router {router}{why_router} ({spec.router}); transport {transport.name}{why_transport}; "
     f"experts {experts}{why_experts} ({spec.expert})" + (f"; tokens in {options.chunks} parts" if options.chunks > 1 else "")
@@ -46,7 +51,22 @@ def choose(options: MoeTeOptions, layout: Layout, spec: LayerSpec, width: int, l
   else:
     grouped_matmul = GROUPED_MATMULS[experts]
   route = te_router.route if router == "te" else routing.route
-  return Parts(transport=transport, grouped_matmul=grouped_matmul, route=route, chunks=options.chunks)
+  return Parts(transport=transport, grouped_matmul=grouped_matmul, route=route, chunks=chunks)
+
+
+def _holding(options, transport, spec, tokens):
+  """(transport, parts): as asked for, or for a layer that must hold whatever the routing, in no more memory than a finite capacity."""
+  if not overflow.holds_all() or not options.capacity_factor or isinstance(transport, LocalTransport):
+    return transport, options.chunks
+  top_k = spec.router.experts_per_token
+  if isinstance(transport, nccl_ep.NcclEpTransport):  # a process has one group: its capacity stays
+    capacity, rows = transport.group.capacity, transport.group.worst_case
+  else:
+    group = transport.ranks if transport.tokens_split else 1
+    capacity = transport.capacity(-(-tokens // options.chunks) * group, top_k)
+    transport = dataclasses.replace(transport, capacity_factor=0.0)
+    rows = lambda part: transport.capacity(part * group, top_k, spec.router.selection is Selection.TOP)
+  return transport, chunks_within(rows, capacity, tokens, at_least=options.chunks)
 
 
 @functools.cache
@@ -147,7 +167,8 @@ def _transport(options, layout, spec, width, device, *, mxfp8):
   check_transport(options, ranks)
   if ranks == 1:
     return LocalTransport(spec.num_experts, alignment), ""
-  overflow.check_watched(options, ranks)
+  if not overflow.holds_all():
+    overflow.check_watched(options, ranks)
   reason = ""
   tokens_split = set(layout.expert) <= set(layout.tokens)
   if name != "xla":

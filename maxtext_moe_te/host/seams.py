@@ -28,6 +28,7 @@ from maxtext_moe_te.host import (
   parts,
   patching,
   remat,
+  replay,
   restored,
   selfcheck,
   source,
@@ -143,15 +144,60 @@ def seams(overlay, options: MoeTeOptions) -> list[Seam]:
       if TRAIN in sys.modules:  # imported before us, it has bound the recorder's name
         needed.append(dataclasses.replace(recorder, target=f"{TRAIN}:record_activation_metrics"))
     if options.capacity_factor:
-      needed.append(
-        Seam(
-          target="maxtext.utils.train_utils:jit_train_and_eval_step",
-          replace=overflow.stopping(options),
-          passes=("config",),
-          reason="a step that overflowed must not be followed by a checkpoint or another step",
-        )
-      )
+      needed += _exact(options) if options.on_overflow == "exact" else [_ending(options)]
   return needed
+
+
+def _ending(options):
+  return Seam(
+    target="maxtext.utils.train_utils:jit_train_and_eval_step",
+    replace=overflow.stopping(options),
+    passes=("config",),
+    reason="a step that overflowed must not be followed by a checkpoint or another step, or is to be counted",
+  )
+
+
+def _exact(options):
+  """A step that overflowed runs again, before anybody sees its state or its metrics."""
+  return [
+    Seam(
+      target="maxtext.utils.train_utils:jit_train_step",
+      replace=replay.replaying(options),
+      passes=("config", "model", "state_mesh_shardings", "data_sharding", "train_step", "params_shardings"),
+      reason="the compiled train step is made here: two programs take its place",
+    ),
+    Seam(
+      target="maxtext.utils.train_utils:jit_eval_step",
+      replace=replay.evaluating,
+      passes=("config", "model", "state_mesh_shardings", "data_sharding", "eval_step"),
+      complete=True,
+      reason="evaluation must hold whatever the routing, and see no step that is still to run again",
+    ),
+    Seam(
+      target="maxtext.common.checkpointing:save_checkpoint",
+      replace=replay.settling,
+      reason="a checkpoint must not have a state that lacks the update of a step that overflowed",
+    ),
+    Seam(
+      target="maxtext.common.checkpointing:maybe_save_checkpoint",
+      replace=replay.settling_last,
+      passes=("checkpoint_manager", "state", "config", "data_iterator", "step"),
+      complete=True,
+      reason="at the end it asks the state for its step",
+    ),
+    Seam(
+      target="maxtext.common.metric_logger:MetricLogger.buffer_and_write_metrics",
+      replace=replay.settling_where_written_at_once,
+      passes=("self", "metrics", "step", "step_time_delta", "is_training"),
+      complete=True,
+      reason="metrics that are written at once must be those of the step that counts",
+    ),
+    Seam(
+      target="maxtext.common.metric_logger:MetricLogger.flush_metrics_and_cleanup",
+      replace=replay.settling,
+      reason="the last step's update and metrics, at the end of the loop",
+    ),
+  ]
 
 
 def _name_without_effect(config):

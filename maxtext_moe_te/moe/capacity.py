@@ -1,6 +1,7 @@
 """How many rows a rank must be able to receive."""
 
 import math
+from collections.abc import Callable
 
 
 def worst_case_rows(*, group_tokens: int, experts_per_token: int, local_experts: int, distinct: bool = True) -> int:
@@ -53,3 +54,19 @@ def receive_rows(
     return worst
   balanced = local_experts * up(-(-tokens_per_rank * experts_per_token // local_experts))
   return min(up(math.ceil(balanced * capacity_factor)), worst)
+
+
+def chunks_within(rows_of_a_rank: Callable[[int], int], capacity: int, tokens: int, at_least: int = 1) -> int:
+  """The fewest parts of a rank's tokens whose worst case a capacity holds.
+
+  Args:
+    rows_of_a_rank: tokens of a part -> rows of its worst case.
+    capacity: R, in rows.
+    tokens: T of a rank.
+    at_least: no fewer.
+
+  Returns:
+    int: a divisor of T; T itself where nothing less is enough.
+  """
+  parts = (chunks for chunks in range(at_least, tokens) if tokens % chunks == 0)
+  return next((chunks for chunks in parts if rows_of_a_rank(tokens // chunks) <= capacity), tokens)

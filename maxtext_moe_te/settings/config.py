@@ -16,6 +16,7 @@ CHOICES = {
   "experts": ("auto", "reference", "ragged_dot", "blocked", "te"),
   "recipe": ("bf16", "mxfp8"),
   "cast_weights": ("auto", "step", "layer"),
+  "on_overflow": ("stop", "exact", "skip"),
   "selfcheck": ("auto", "always", "never"),
 }
 
@@ -43,8 +44,9 @@ class MoeTeOptions:
     cast_weights: where float32 expert weights become the compute dtype: step, once in front of the loop over layers, which is
       faster and sums their gradients over devices in the compute dtype, as MaxText does; layer, which sums them in float32. auto
       takes step where no sum is taken, and so no result changes.
-    capacity_factor: receive capacity of a rank over that of balanced routing, at least 1; 0 holds whatever the routing. A step
-      that exceeds a finite one stops the run, its update not applied.
+    capacity_factor: receive capacity of a rank over that of balanced routing, at least 1; 0 holds whatever the routing.
+    on_overflow: what becomes of a step that exceeds a finite capacity. stop ends the run, its update not applied; exact runs the step
+      again, in parts that hold whatever the routing, as if the capacity had been enough; skip leaves its update out, and says so.
     chunks: in how many parts a device's tokens go through dispatch, experts and combine, one after the other. The receive buffers hold
       one part, so the worst case of it is what memory must hold; every part is computed anew in the backward pass.
     offload: tensors kept in host memory between forward and backward pass, by MaxText's names; a list, or text with commas.
@@ -62,6 +64,7 @@ class MoeTeOptions:
   recipe: str = "bf16"
   cast_weights: str = "auto"
   capacity_factor: float = 0.0
+  on_overflow: str = "stop"
   chunks: int = 1
   offload: tuple[str, ...] = ()
   metrics: bool = True
@@ -129,7 +132,7 @@ def _check(mapping, source):
         fix=f"write moe_te.{key}=true or moe_te.{key}=false",
       )
     if key in CHOICES and value not in CHOICES[key]:
-      near = nearest(str(value), CHOICES[key]) or "auto"
+      near = nearest(str(value), CHOICES[key]) or CHOICES[key][0]
       raise OptionError(
         found=f"moe_te.{key}={value} in {source}",
         needed=f"one of {', '.join(CHOICES[key])}",

@@ -17,6 +17,7 @@ def test_defaults():
     "recipe": "bf16",
     "cast_weights": "auto",
     "capacity_factor": 0.0,
+    "on_overflow": "stop",
     "chunks": 1,
     "offload": (),
     "metrics": True,
@@ -50,7 +51,7 @@ def test_every_choice_is_accepted(name):
     (
       {"ruoter": "jax"},
       "unknown option moe_te.ruoter in my.yml; needed: one of enabled, router, transport, experts, recipe, cast_weights, capacity_factor, "
-      "chunks, offload, metrics, xla_profile, selfcheck. Fix: write moe_te.router.",
+      "on_overflow, chunks, offload, metrics, xla_profile, selfcheck. Fix: write moe_te.router.",
     ),
     ({"zzz": 1}, "Fix: remove moe_te.zzz."),
     ({"router": "jaxx"}, "moe_te.router=jaxx in my.yml; needed: one of auto, jax, te. Fix: write moe_te.router=jax."),

@@ -89,13 +89,20 @@ class Bootstrap:
   @property
   def capacity(self) -> int:
     """R, in rows."""
+    return self._rows(self.max_tokens_per_rank, self.capacity_factor)
+
+  def worst_case(self, tokens_per_rank: int) -> int:
+    """The rows that hold whatever the routing, for a call with so many tokens."""
+    return self._rows(tokens_per_rank, 0.0)
+
+  def _rows(self, tokens_per_rank, capacity_factor):
     return receive_rows(
-      tokens_per_rank=self.max_tokens_per_rank,
+      tokens_per_rank=tokens_per_rank,
       ranks=self.ranks,
       experts_per_token=self.experts_per_token,
       local_experts=self.num_experts // self.ranks,
       alignment=ALIGNMENT,
-      capacity_factor=self.capacity_factor,
+      capacity_factor=capacity_factor,
     )
 
 

@@ -40,15 +40,20 @@ class XlaTransport:
     if self.tokens_split:
       x, experts, weights = (jax.lax.all_gather(a, self.axis, tiled=True) for a in (x, experts, weights))
     count = self.num_experts // self.ranks
-    capacity = worst_case_rows(group_tokens=x.shape[0], experts_per_token=experts.shape[1], local_experts=count, distinct=distinct)
-    if self.capacity_factor:
-      balanced = balanced_rows(group_tokens=x.shape[0], experts_per_token=experts.shape[1], ranks=self.ranks)
-      capacity = min(capacity, math.ceil(self.capacity_factor * balanced))
-    capacity = aligned_rows(capacity, local_experts=count, alignment=self.alignment)
+    capacity = self.capacity(x.shape[0], experts.shape[1], distinct)
     first = jax.lax.axis_index(self.axis) * count
     order = order_rows(experts, first=first, count=count, capacity=capacity, alignment=self.alignment)
     row_weights = gather_weights(weights, order)
     return Dispatched(gather_rows(x, order), row_weights, order.group_sizes, order.received, (order,))
+
+  def capacity(self, group_tokens: int, experts_per_token: int, distinct: bool = True) -> int:
+    """R, in rows, of a call with so many tokens in the whole group."""
+    count = self.num_experts // self.ranks
+    rows = worst_case_rows(group_tokens=group_tokens, experts_per_token=experts_per_token, local_experts=count, distinct=distinct)
+    if self.capacity_factor:
+      balanced = balanced_rows(group_tokens=group_tokens, experts_per_token=experts_per_token, ranks=self.ranks)
+      rows = min(rows, math.ceil(self.capacity_factor * balanced))
+    return aligned_rows(rows, local_experts=count, alignment=self.alignment)
 
   def combine(self, rows, handle, *, sum_dtype):
     """See `Transport.combine`. Each rank sums what its experts contribute; the ranks' sums are then added."""
