@@ -155,7 +155,8 @@ def test_exact_equals_unlimited(tmp_path, case, more):
   options = MoeTeOptions(capacity_factor=1.0, on_overflow="exact")
   exact, of_exact = helpers.train_keeping_gradients(tmp_path, [*words, *SAVED], options=options)
   rows = lambda metrics, key: [step for step in metrics if key in step]
-  helpers.assert_same_training((rows(exact, "learning/loss"), of_exact), (rows(whole, "learning/loss"), gradients))
+  pair = ((rows(exact, "learning/loss"), of_exact), (rows(whole, "learning/loss"), gradients))
+  helpers.assert_same_training(*pair, moved=0.001 if more else 0.01)  # of evaluated runs, the last two steps are left
   replayed = [step["moe_te/replayed"] for step in rows(exact, "learning/loss")]
   assert len(replayed) == (2 if more else 6), "each evaluation truncates MaxText's file of metrics"
   assert sum(replayed) >= 2
