@@ -44,7 +44,8 @@ def choose(options: MoeTeOptions, layout: Layout, spec: LayerSpec, shape: tuple[
   transport, chunks = _holding(options, transport, spec, math.prod(tokens) // layout.size(layout.tokens))
   log_once(
     f"MoE layer on {device.platform}: router {router}{why_router} ({spec.router}); transport {transport.name}{why_transport}; "
-    f"experts {experts}{why_experts} ({spec.expert})" + (f"; tokens in {options.chunks} parts" if options.chunks > 1 else "")
+    f"experts {experts}{why_experts} ({spec.expert})"
+    + (f"; tokens in {chunks} parts{', for what runs again' if overflow.holds_all() else ''}" if chunks > 1 else "")
   )
   if experts == "te":
     grouped_matmul = te.grouped_matmul_mxfp8 if options.recipe == "mxfp8" else te.grouped_matmul

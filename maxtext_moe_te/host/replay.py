@@ -90,7 +90,6 @@ class _Programs:
     self._second = jax.jit(again, in_shardings=inside, out_shardings=outside, static_argnums=static, donate_argnums=donated)
     self._replicated = replicated
     self._options = options
-    self._clear = None
     self._pending: _Pending | None = None
     self._running = False  # a step was given the state that the one before returned
     self._in_a_row = self._direct = self.replayed = 0
@@ -105,7 +104,7 @@ class _Programs:
 
   def __call__(self, state, batch):
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):  # traced for its text, as dump_jaxpr does
-      return self._first(state, batch, self._not_stuck())[:2]
+      return self._first(state, batch, jnp.bool_(False))[:2]
     before = self._expected(state)
     if self._direct:
       self.settle()
@@ -114,11 +113,11 @@ class _Programs:
       metrics["scalar"][REPLAYED] = 1
       return state, metrics
     self._running |= before is not None
-    now = _Pending(*self._attempt(state, batch, before.flag if before else self._not_stuck()))
+    now = _Pending(*self._attempt(state, batch, before.flag if before else self._not_stuck))
     if before and bool(before.flag):  # reads a step that has ended, or ends while this one is in the queue
       self._pending = dataclasses.replace(before, state=now.state)
       settled = self._replay(self._pending)
-      now = _Pending(*self._attempt(settled, batch, self._not_stuck()))
+      now = _Pending(*self._attempt(settled, batch, self._not_stuck))
     elif before:
       self._in_a_row = 0
     self._pending = now
@@ -178,10 +177,9 @@ class _Programs:
     self._pending = None
     return None
 
+  @functools.cached_property
   def _not_stuck(self):
-    if self._clear is None:
-      self._clear = jax.jit(lambda: jnp.zeros((), jnp.bool_), out_shardings=self._replicated)()
-    return self._clear
+    return jax.jit(lambda: jnp.zeros((), jnp.bool_), out_shardings=self._replicated)()
 
 
 class _Lowered:

@@ -109,6 +109,16 @@ def test_the_second_program_is_compiled_with_the_first(programs):
   assert programs.lower(*shapes).compile().memory_analysis() is not None
 
 
+def test_a_step_that_is_traced_for_its_text_leaves_nothing_behind(programs):
+  """MaxText's dump_jaxpr, before the first step."""
+  steps = batches([5.0, 1.0])
+  assert "cos" in str(jax.make_jaxpr(programs)(first_state(), steps[0]))
+  state, losses, _ = run(programs, steps)
+  wanted, wanted_losses = expected(steps)
+  np.testing.assert_array_equal(state["w"], wanted["w"])
+  assert losses == wanted_losses
+
+
 def test_a_router_that_collapsed_runs_in_parts_at_once(programs, caplog):
   from maxtext_moe_te.host import replay
 
