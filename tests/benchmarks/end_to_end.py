@@ -90,6 +90,8 @@ VARIANTS = {
   # What a user with memory to spare sets: weights stored as they are computed with, and nothing recomputed but the sorted rows.
   "te-tuned": ("maxtext_moe_te.train", TUNED),
   "tokamax-tuned": ("maxtext.trainers.pre_train.train", TUNED | dict(use_tokamax_gmm="true")),
+  # What a finite capacity's second program costs where no step overflows: the select, the flag and the loop that reads it.
+  "te-tuned-exact": ("maxtext_moe_te.train", TUNED | {"moe_te.capacity_factor": 2.0, "moe_te.on_overflow": "exact"}),
   # With few layers, each of them can be compiled for itself: nothing is stacked.
   "te-tuned-unrolled": ("maxtext_moe_te.train", TUNED | dict(scan_layers="false")),
   "tokamax-tuned-unrolled": ("maxtext.trainers.pre_train.train", TUNED | dict(use_tokamax_gmm="true", scan_layers="false")),

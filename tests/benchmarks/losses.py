@@ -48,6 +48,8 @@ RUNS = {
   "plain-float32": (PLAIN, 1, 1, mesh(**ALONE) | dict(dtype="float32", matmul_precision="highest")),
   "te": (PLUGIN, 1, 1, mesh(**ALONE) | TE),
   "te-mesh": (PLUGIN, 2, 1, mesh(expert=2) | NCCL_EP),
+  "te-mesh-chunks": (PLUGIN, 2, 1, mesh(expert=2) | NCCL_EP | {"moe_te.chunks": 4}),
+  "te-mesh-exact": (PLUGIN, 2, 1, mesh(expert=2) | NCCL_EP | {"moe_te.capacity_factor": 1.0, "moe_te.on_overflow": "exact"}),
   "te-mesh-fsdp": (PLUGIN, 4, 1, mesh(expert=2, fsdp=2) | NCCL_EP),
   "te-one-process-fsdp": (PLUGIN, 1, 2, mesh(fsdp=2, **ALONE) | TE),
   "te-one-process-xla": (PLUGIN, 1, 2, mesh(expert=2, **ALONE) | TE | {"moe_te.transport": "xla"}),
@@ -64,7 +66,11 @@ def train(keys, folder: pathlib.Path, timeout: int = 280) -> dict[tuple[str, str
     module, ranks, gpus, more = RUNS[run]
     words = end_to_end.COMMON | MODELS[model] | REDUCED | more | dict(steps=STEPS)
     outputs, rows = end_to_end.run_ranks(module, words, ranks, folder / f"{model}-{run}", timeout, share_memory=True, gpus_per_rank=gpus)
-    return [row["learning/loss"] for row in rows] if len(rows) == STEPS and outputs.statuses == [0] * ranks else outputs.tail()
+    if len(rows) < STEPS or outputs.statuses != [0] * ranks:
+      return outputs.tail()
+    if more.get("moe_te.on_overflow") and not any(row["moe_te/replayed"] for row in rows):
+      return "no step overflowed"
+    return [row["learning/loss"] for row in rows]
 
   with concurrent.futures.ThreadPoolExecutor(len(keys)) as pool:
     return dict(zip(keys, pool.map(one, keys)))

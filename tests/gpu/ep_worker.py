@@ -30,6 +30,8 @@ def main():
   parser.add_argument("--shape", choices=SHAPES, default="check")
   parser.add_argument("--data", type=int, default=1, help="size of the data axis outside the expert axis")
   parser.add_argument("--bench", action="store_true", help="time ours and Transformer Engine's moe() instead of checking")
+  parser.add_argument("--chunks", type=int, default=1, help="in how many parts a rank's tokens go through the group made for all of them")
+  parser.add_argument("--capacity-factor", type=float, default=0.0, help="of that group; 0 for the worst case")
   parser.add_argument("--even", action="store_true", help="balanced routing instead of Dirichlet(1)")
   parser.add_argument("--keep", metavar="FOLDER", help="leave the profile of each rank there")
   parser.add_argument("--out")
@@ -78,11 +80,12 @@ class Layer:
       ranks=expert_ranks,
       max_tokens_per_rank=batch * self.sequence,
       width=self.width,
+      capacity_factor=args.capacity_factor,
     )
     te_runtime.check_grouped_gemm(jax.devices()[0].compute_capability)
     te_runtime.prepare_nccl_ep()
     nccl_ep.bootstrap(self.group, self.mesh, "expert")
-    self.parts = block.Parts(transport=nccl_ep.NcclEpTransport(self.group), grouped_matmul=te.grouped_matmul)
+    self.parts = block.Parts(transport=nccl_ep.NcclEpTransport(self.group), grouped_matmul=te.grouped_matmul, chunks=args.chunks)
     self.spec = block.LayerSpec(
       num_experts=self.experts,
       router=RouterRule(experts_per_token=self.k),

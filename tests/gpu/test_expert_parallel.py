@@ -52,6 +52,16 @@ def test_two_ranks_on_one_gpu(shape):
   assert 0 < result["receive_rows_max"] <= result["receive_capacity"]
 
 
+@pytest.mark.parametrize(("shape", "chunks", "factor"), [("check", 8, "0"), ("check", 4, "1.0"), ("uneven", 3, "1.25")])
+def test_parts_in_a_group_made_for_all_tokens(shape, chunks, factor):
+  """Each call has a part of the tokens that the group was made for, and a capacity that need not hold them all at once."""
+  result = run_ranks(2, "--shape", shape, "--chunks", str(chunks), "--capacity-factor", factor, one_gpu=True)
+  assert helpers.within("errors", max(result["errors"].values()), tolerances.EXPERT_PARALLEL_BFLOAT16), result
+  assert result["rows_equal"]
+  assert result["overflow"] == 0
+  assert 0 < result["receive_rows_max"] <= result["receive_capacity"]
+
+
 @pytest.mark.gpus
 def test_one_rank_per_gpu():
   result = run_ranks(2, "--shape", "check", one_gpu=False)

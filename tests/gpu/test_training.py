@@ -40,7 +40,7 @@ def check(losses, model, run):
   helpers.assert_same_losses(ours, plain, moved=0.1, bound=tolerances.BFLOAT16_TRAINING_LOSS)
 
 
-@pytest.mark.parametrize("run", ["te", "te-mesh"])
+@pytest.mark.parametrize("run", ["te", "te-mesh", "te-mesh-chunks", "te-mesh-exact"])
 @pytest.mark.parametrize("model", benchmark.MODELS)
 def test_losses_are_maxtexts(losses, model, run):
   check(losses, model, run)
