@@ -78,7 +78,9 @@ def split_words(words: list[str]) -> tuple[list[str], str | None, dict]:
 
 
 def _value(text):
-  try:
-    return float(text)
-  except ValueError:
-    return {"true": True, "false": False}.get(text.lower(), text)
+  for number in (int, float):
+    try:
+      return number(text)
+    except ValueError:
+      pass
+  return {"true": True, "false": False}.get(text.lower(), text)

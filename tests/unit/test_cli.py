@@ -11,6 +11,7 @@ from maxtext_moe_te import cli, session
 from maxtext_moe_te.errors import OptionError, OverlayError, RefusedError, VersionError
 from maxtext_moe_te.host import source
 from maxtext_moe_te.settings import words as our_words
+from maxtext_moe_te.settings.config import MoeTeOptions
 
 HEAVY = ("jax", "maxtext", "transformer_engine", "numpy")
 HELP = """
@@ -61,6 +62,18 @@ def test_words_are_taken_out_wherever_they_stand():
   assert spec == "a,b,c"
   assert options == {"router": "jax", "metrics": False}
   assert our_words.split_words(["base.yml"]) == (["base.yml"], None, {})
+
+
+@pytest.mark.parametrize("options", [MoeTeOptions(), MoeTeOptions(chunks=8, capacity_factor=1.25, metrics=False, on_overflow="exact")])
+def test_every_option_as_a_word(options):
+  """What `config show` prints of the options, typed in."""
+  shown = {name: ",".join(value) if isinstance(value, tuple) else value for name, value in options.as_dict().items()}
+  words = [f"moe_te.{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in shown.items()]
+  assert our_words.read(words, None).options == options
+
+
+def test_a_whole_number_may_be_written_for_a_factor():
+  assert our_words.read(["moe_te.capacity_factor=2"], None).options.capacity_factor == 2.0
 
 
 @pytest.mark.parametrize("word", ["moe_te.router", "moe_te", "moe_te=1"])
