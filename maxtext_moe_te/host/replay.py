@@ -75,7 +75,7 @@ class _Programs:
     def attempt(state, batch, stuck):
       old = jax.tree.leaves(state)  # before the step, which updates a state of NNX in place
       new, metrics = step(state, batch)  # as it was, if the step overflowed
-      kept = overflow.selected(stuck, old, new)
+      kept = overflow.selected(stuck, old, new, metrics)
       return kept, metrics, (metrics["scalar"].get(overflow.OVERFLOW, jnp.int32(0)) > 0) | stuck
 
     def again(state, batch):
@@ -186,15 +186,14 @@ class _Lowered:
   """Two lowered programs that are compiled together; all else is the first one's."""
 
   def __init__(self, first, second):
-    self._first, self._second = first, second
+    self.programs = first, second
 
   def __getattr__(self, name):
-    return getattr(self._first, name)
+    return getattr(self.programs[0], name)
 
   def compile(self, *args, **kwargs):
-    """The first, compiled; its cache has the second too."""
-    self._second.compile(*args, **kwargs)
-    return self._first.compile(*args, **kwargs)
+    """The first, compiled; JAX's cache has the second too."""
+    return [program.compile(*args, **kwargs) for program in reversed(self.programs)][-1]
 
 
 def settle() -> None:

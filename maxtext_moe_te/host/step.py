@@ -22,7 +22,7 @@ from maxtext.common import train_state_nnx
 from maxtext.configs import pyconfig
 from maxtext.optimizers import optimizers
 from maxtext.trainers.pre_train import train
-from maxtext.utils import max_utils, maxtext_utils, model_creation_utils, sharding
+from maxtext.utils import max_utils, maxtext_utils, model_creation_utils, sharding, train_utils
 
 from maxtext_moe_te.host import expert_group, features, overflow, seams
 from maxtext_moe_te.settings.config import MoeTeOptions
@@ -61,15 +61,21 @@ class Step:
     with self._active(), self.context():
       return self._jitted.lower(self.state, self.batch)
 
-  def compile(self, options: dict):
+  def compile(self, options: dict, again: bool = False):
     """Compiles the step. Transformer Engine's partitioners look the mesh up while XLA compiles.
 
     Args:
       options: XLA's options for this program.
+      again: of a step of two programs, the one that runs a step again that overflowed.
     """
-    lowered = self.lowered
+    lowered = getattr(self.lowered, "programs", (self.lowered,))[again]
     with self.context():
       return lowered.compile(compiler_options=options)
+
+  @property
+  def has_second(self) -> bool:
+    """Whether the step is two programs, see `moe_te.on_overflow`."""
+    return hasattr(self.lowered, "programs")
 
   @functools.cached_property
   def _named(self):
@@ -157,10 +163,7 @@ def build(
     batch = maxtext_utils.get_shaped_batch(config, batch_sharding=data_sharding)
     of_params, shardings = sharding.maybe_update_params_sharding_with_opt(config, shardings)
     shardings = sharding.build_zero1_input_state_mesh_shardings(config, shardings, of_params)
-    function, inside, outside, static, donated = maxtext_utils.get_functional_train_with_signature(
-      train.train_step, data_sharding, shardings, graph, config, of_params
-    )
-    jitted = jax.jit(function, in_shardings=inside, out_shardings=outside, static_argnums=static, donate_argnums=donated)
+    jitted = train_utils.jit_train_step(config, graph, state, shardings, data_sharding, train.train_step, of_params)
 
     def loss(state, batch):
       with overflow.watched():  # traced for the names of its tensors, never run

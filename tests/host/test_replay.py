@@ -25,9 +25,9 @@ def toy(state, batch):
 
   new = {"w": 0.9 * state["w"] + batch["x"] * jnp.cos(state["w"]), "step": state["step"] + 1}
   over = jnp.bool_(False) if overflow.holds_all() else batch["rows"] > HELD
-  kept = overflow.selected(over, jax.tree.leaves(state), new)
   scalars = {overflow.OVERFLOW: over.astype(jnp.int32), overflow.DEMAND: batch["rows"], overflow.CAPACITY: jnp.float32(HELD)}
-  return kept, {"scalar": scalars | {"learning/loss": state["w"].sum()}}
+  metrics = {"scalar": scalars | {"learning/loss": state["w"].sum()}}
+  return overflow.selected(over, jax.tree.leaves(state), new, metrics), metrics
 
 
 @functools.cache

@@ -61,6 +61,14 @@ def test_stacks_of_expert_weights_and_gradients(environment, choice, dtype):
   assert compiled(environment, choice, module="tests.te.compile_cast")["carried"] == [dtype]
 
 
+@pytest.mark.host
+def test_what_is_selected_is_not_written_first(environment):
+  """A step that keeps its state where it overflows writes and holds what the step alone does."""
+  result = compiled(environment, module="tests.te.compile_exact")
+  for quantity in ("written", "peak"):
+    assert result["exact"][quantity] < 1.001 * result["alone"][quantity], result
+
+
 def test_mxfp8_refuses_odd_widths():
   import jax
   import jax.numpy as jnp
