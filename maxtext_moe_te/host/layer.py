@@ -42,14 +42,15 @@ def _routed_moe(module, options, inputs, input_ids, gate_inputs, forced_routed_e
   layout = layout_of(module, inputs)
   gate_dtype = jnp.float32 if config.float32_gate_logits else config.dtype
   logits = gate_logits(module.gate, inputs if gate_inputs is None else gate_inputs.astype(gate_dtype))
+  weights = expert_weights(module, layout)
   out = block.moe_block(
     inputs,
     logits,
     router_inputs(module, spec.router, input_ids, forced_routed_experts),
-    expert_weights(module, layout),
+    weights,
     spec=spec,
     layout=layout,
-    parts=parts.choose(options, layout, spec, inputs.shape, logits.dtype),
+    parts=parts.choose(options, layout, spec, inputs.shape, weights.down.shape[1], logits.dtype),
   )
   metrics.sow(module, out)
   return out.y, out.load_balance_loss, _bias_update(module, out.rows_per_expert)

@@ -17,7 +17,8 @@ from maxtext_moe_te.host.expert_group import EXPERT_AXIS
 from maxtext_moe_te.moe import routing, te_api, te_router, te_runtime
 from maxtext_moe_te.moe.block import GROUPED_MATMULS, LayerSpec, Layout, Parts
 from maxtext_moe_te.moe.capacity import chunks_within
-from maxtext_moe_te.moe.experts import te
+from maxtext_moe_te.moe.experts import gated, te
+from maxtext_moe_te.moe.experts.base import activate_all
 from maxtext_moe_te.moe.rules import RouterRule, Selection
 from maxtext_moe_te.moe.transport import nccl_ep
 from maxtext_moe_te.moe.transport.local import LocalTransport
@@ -29,8 +30,9 @@ log = logging.getLogger("maxtext_moe_te")
 TE_ONLY = (("router", "te", "router"), ("transport", "nccl_ep", "nccl_ep"), ("experts", "te", "experts"), ("recipe", "mxfp8", "mxfp8"))
 
 
-def choose(options: MoeTeOptions, layout: Layout, spec: LayerSpec, shape: tuple[int, int, int], logits_dtype) -> Parts:
-  """The parts for a layer on a mesh, for inputs [B,S,D] of this shape, whose gate computes logits in `logits_dtype`.
+def choose(options: MoeTeOptions, layout: Layout, spec: LayerSpec, shape: tuple[int, int, int], hidden: int, logits_dtype) -> Parts:
+  """The parts for a layer on a mesh, for inputs [B,S,D] of this shape, experts of width F and a gate that computes logits in
+  `logits_dtype`.
 
   Raises:
     RefusedError: a part that was asked for cannot serve this layer or mesh.
@@ -41,10 +43,11 @@ def choose(options: MoeTeOptions, layout: Layout, spec: LayerSpec, shape: tuple[
   router, why_router = _router(options, device, spec, logits_dtype)
   experts, why_experts = _experts(options, device, spec)
   transport, why_transport = _transport(options, layout, spec, width, device, mxfp8=options.recipe == "mxfp8")
+  activation, why_activation = _activation(experts, device, layout, spec, hidden)
   transport, chunks = _holding(options, transport, spec, math.prod(tokens) // layout.size(layout.tokens))
   log_once(
     f"MoE layer on {device.platform}: router {router}{why_router} ({spec.router}); transport {transport.name}{why_transport}; "
-    f"experts {experts}{why_experts} ({spec.expert})"
+    f"experts {experts}{why_experts} ({spec.expert}){why_activation}"
     + (f"; tokens in {chunks} parts{', for what runs again' if overflow.holds_all() else ''}" if chunks > 1 else "")
   )
   if experts == "te":
@@ -52,7 +55,7 @@ def choose(options: MoeTeOptions, layout: Layout, spec: LayerSpec, shape: tuple[
   else:
     grouped_matmul = GROUPED_MATMULS[experts]
   route = te_router.route if router == "te" else routing.route
-  return Parts(transport=transport, grouped_matmul=grouped_matmul, route=route, chunks=chunks)
+  return Parts(transport=transport, grouped_matmul=grouped_matmul, activation=activation, route=route, chunks=chunks)
 
 
 def _holding(options, transport, spec, tokens):
@@ -159,6 +162,14 @@ def _experts(options, device, spec) -> tuple[str, str]:
   if not reason and spec.dtype != jnp.bfloat16:
     reason = f"Transformer Engine's grouped GEMM computes in bfloat16, not {spec.dtype}"
   return ("ragged_dot", f" [{reason}]") if reason else ("te", f" {options.recipe}")
+
+
+def _activation(experts, device, layout, spec, hidden):
+  """(what activates rows, reason in brackets or nothing)."""
+  if experts != "te" or device.platform == "cpu":
+    return activate_all, ""
+  reason = gated.reason_against(spec.expert, hidden // layout.size(layout.width))
+  return (activate_all, f" [activated in all rows of the buffer: {reason}]") if reason else (gated.activate_received, "")
 
 
 def _transport(options, layout, spec, width, device, *, mxfp8):

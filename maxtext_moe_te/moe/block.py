@@ -18,7 +18,7 @@ from maxtext_moe_te.errors import RefusedError
 from maxtext_moe_te.moe import routing
 from maxtext_moe_te.moe.chunks import in_chunks
 from maxtext_moe_te.moe.experts import blocked, ragged_dot, reference
-from maxtext_moe_te.moe.experts.base import ExpertWeights, GroupedMatmul, expert_mlp
+from maxtext_moe_te.moe.experts.base import Activation, ExpertWeights, GroupedMatmul, activate_all, expert_mlp
 from maxtext_moe_te.moe.rules import ExpertRule, RouterRule, Selection
 from maxtext_moe_te.moe.transport.base import Transport
 
@@ -85,12 +85,13 @@ class Parts:
   """The implementation of each stage, chosen once.
 
   Attributes:
-    transport, grouped_matmul, route: of rows, products and scores.
+    transport, grouped_matmul, activation, route: of rows, products, what is between them, and scores.
     chunks: in how many parts a device's tokens go through the experts.
   """
 
   transport: Transport
   grouped_matmul: GroupedMatmul
+  activation: Activation = activate_all
   route: Callable[..., routing.Routing] = routing.route
   chunks: int = 1
 
@@ -187,7 +188,7 @@ def _per_device(spec, layout, parts, x, logits, router_inputs, weights) -> MoeOu
   def experts(tokens, weights):
     sent = parts.transport.dispatch(*tokens, distinct=distinct)
     row_weights = None if spec.router.weight_on_input else sent.row_weights
-    out = expert_mlp(parts.grouped_matmul, sent.rows, row_weights, sent.group_sizes, weights, spec.expert)
+    out = expert_mlp(parts.grouped_matmul, sent.rows, row_weights, sent.group_sizes, weights, spec.expert, parts.activation)
     # The rows received are an integer, but pmax insists.
     return parts.transport.combine(out, sent.handle, sum_dtype=spec.sum_dtype), (jax.lax.stop_gradient(sent.received), sent.rows.shape[0])
 

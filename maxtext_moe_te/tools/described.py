@@ -163,9 +163,12 @@ def devices(name: str, topology: str):
   Returns:
     (devices, compute capability as an int, 90 or 100)
   """
+  from jax._src.pallas.triton import gpu_info
   from jax.experimental import topologies
 
   text = target(name)
+  # Where it looks up which GPU to write a kernel for, the process's own device, a CPU, answers.
+  gpu_info.registry["cpu"] = lambda: gpu_info.GpuInfo(gpu_version=None, arch_name="described", compute_capability=capability(text))
   if engine():
     import transformer_engine.jax  # noqa: F401
     import transformer_engine_jax

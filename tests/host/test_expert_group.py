@@ -155,6 +155,6 @@ def test_a_process_has_one_group(monkeypatch):
   config = helpers.maxtext_config("mixtral-8x7b", ici_expert_parallelism=2, ici_fsdp_parallelism=1)
   layout = Layout(mesh=helpers.mesh_of(config, 2), batch=("expert",), expert=("expert",))
   chosen = lambda width: (
-    parts.choose(MoeTeOptions(), layout, rules_from_config.layer_spec(config), (8, 32, width), jnp.float32).transport.name
+    parts.choose(MoeTeOptions(), layout, rules_from_config.layer_spec(config), (8, 32, width), 64, jnp.float32).transport.name
   )
   assert chosen(64) == "nccl_ep" and chosen(128) == "xla"

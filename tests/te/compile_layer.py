@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxtext_moe_te.moe import block, routing, te_router
-from maxtext_moe_te.moe.experts import te
-from maxtext_moe_te.moe.experts.base import ExpertWeights
+from maxtext_moe_te.moe.experts import gated, te
+from maxtext_moe_te.moe.experts.base import ExpertWeights, activate_all
 from maxtext_moe_te.moe.rules import ExpertRule, RouterRule
 from maxtext_moe_te.moe.transport import nccl_ep
 from maxtext_moe_te.moe.transport.local import LocalTransport
@@ -42,6 +42,7 @@ def main(gpu: str, case: str) -> dict:
   parts = block.Parts(
     transport=transport,
     grouped_matmul=te.grouped_matmul_mxfp8 if mxfp8 else te.grouped_matmul,
+    activation=gated.activate_received if expert else activate_all,
     route=te_router.route if case == "router" else routing.route,
   )
   spec = block.LayerSpec(

@@ -15,6 +15,8 @@ from maxtext_moe_te.moe.routing import function_named
 from maxtext_moe_te.moe.rules import ExpertRule
 
 GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+# (rule, [R,2F] with the gate half first, row weights float32 [R] or None, group sizes int32 [e]) -> [R,F] in the same dtype
+Activation = Callable[[ExpertRule, jax.Array, jax.Array | None, jax.Array], jax.Array]
 
 
 class ExpertWeights(NamedTuple):
@@ -50,14 +52,32 @@ def activate(rule: ExpertRule, gate: jax.Array, up: jax.Array) -> jax.Array:
   return activated * (up + rule.up_offset if rule.up_offset else up)
 
 
-def expert_mlp(grouped_matmul: GroupedMatmul, rows, row_weights, group_sizes, weights: ExpertWeights, rule: ExpertRule) -> jax.Array:
+def activate_all(rule: ExpertRule, first: jax.Array, row_weights: jax.Array | None, group_sizes: jax.Array) -> jax.Array:
+  """An `Activation` by XLA, which works through all R rows."""
+  del group_sizes
+  hidden = activate(rule, *jnp.split(first, 2, axis=-1))
+  if row_weights is not None:
+    hidden = hidden * row_weights[:, None]  # float32 from here
+  return hidden.astype(first.dtype)
+
+
+def expert_mlp(
+  grouped_matmul: GroupedMatmul,
+  rows,
+  row_weights,
+  group_sizes,
+  weights: ExpertWeights,
+  rule: ExpertRule,
+  activation: Activation = activate_all,
+) -> jax.Array:
   """Runs each row through its expert and weights the result.
 
   The weight multiplies the activation, F wide, instead of the result, D wide: the last product is linear. Rounding happens as
   often as without it.
 
   The tensors that remat policies may keep, recompute or offload carry MaxText's own names: moe_x_sorted (the rows), moe_mlpwi_0
-  and moe_mlpwi_1 (the first product), moe_mlpwo (the result); mlpwi_0 and mlpwo as well, as MaxText has it.
+  and moe_mlpwi_1 (the first product, both halves, since neither is of use alone), moe_mlpwo (the result); mlpwi_0 and mlpwo as well, as
+  MaxText has it.
 
   Args:
     grouped_matmul: see the module's docstring.
@@ -66,22 +86,20 @@ def expert_mlp(grouped_matmul: GroupedMatmul, rows, row_weights, group_sizes, we
     group_sizes: int32 [e].
     weights: in the layer's dtype.
     rule: the expert rule.
+    activation: between the products.
 
   Returns:
     [R,D] in the layer's dtype; rows past the sum of group_sizes are undefined.
   """
   rows = checkpoint_name(rows, "moe_x_sorted")
   fused = weights.fused if weights.fused is not None else jnp.concatenate([weights.gate, weights.up], axis=-1)
-  gate, up = jnp.split(grouped_matmul(rows, fused, group_sizes), 2, axis=-1)
+  first = grouped_matmul(rows, fused, group_sizes)
   if weights.gate_bias is not None:
-    gate = (gate + bias_of_rows(weights.gate_bias, group_sizes, rows.shape[0])).astype(rows.dtype)
-    up = (up + bias_of_rows(weights.up_bias, group_sizes, rows.shape[0])).astype(rows.dtype)
-  gate = checkpoint_name(checkpoint_name(gate, "mlpwi_0"), "moe_mlpwi_0")
-  up = checkpoint_name(up, "moe_mlpwi_1")
-  hidden = activate(rule, gate, up)
-  if row_weights is not None:
-    hidden = hidden * row_weights[:, None]  # float32 from here
-  out = grouped_matmul(hidden.astype(rows.dtype), weights.down, group_sizes)
+    bias = jnp.concatenate([weights.gate_bias, weights.up_bias], axis=-1)
+    first = (first + bias_of_rows(bias, group_sizes, rows.shape[0])).astype(rows.dtype)
+  for name in ("mlpwi_0", "moe_mlpwi_0", "moe_mlpwi_1"):
+    first = checkpoint_name(first, name)
+  out = grouped_matmul(activation(rule, first, row_weights, group_sizes), weights.down, group_sizes)
   if weights.down_bias is not None:
     bias = bias_of_rows(weights.down_bias, group_sizes, rows.shape[0])
     out = (out + (bias if row_weights is None else bias * row_weights[:, None])).astype(rows.dtype)
