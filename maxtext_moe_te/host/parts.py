@@ -43,7 +43,7 @@ def choose(options: MoeTeOptions, layout: Layout, spec: LayerSpec, shape: tuple[
   router, why_router = _router(options, device, spec, logits_dtype)
   experts, why_experts = _experts(options, device, spec)
   transport, why_transport = _transport(options, layout, spec, width, device, mxfp8=options.recipe == "mxfp8")
-  activation, why_activation = _activation(experts, device, layout, spec, hidden)
+  activation, why_activation = _activation(experts, transport, device, layout, spec, hidden)
   transport, chunks = _holding(options, transport, spec, math.prod(tokens) // layout.size(layout.tokens))
   log_once(
     f"MoE layer on {device.platform}: router {router}{why_router} ({spec.router}); transport {transport.name}{why_transport}; "
@@ -164,9 +164,9 @@ def _experts(options, device, spec) -> tuple[str, str]:
   return ("ragged_dot", f" [{reason}]") if reason else ("te", f" {options.recipe}")
 
 
-def _activation(experts, device, layout, spec, hidden):
+def _activation(experts, transport, device, layout, spec, hidden):
   """(what activates rows, reason in brackets or nothing)."""
-  if experts != "te" or device.platform == "cpu":
+  if experts != "te" or device.platform == "cpu" or isinstance(transport, LocalTransport):  # whose buffer is always full
     return activate_all, ""
   reason = gated.reason_against(spec.expert, hidden // layout.size(layout.width))
   return (activate_all, f" [activated in all rows of the buffer: {reason}]") if reason else (gated.activate_received, "")

@@ -2,6 +2,7 @@
 
 A rank's receive buffer holds the worst case, R rows; most steps fill a part of it. XLA's elementwise code works through all of R, three
 times in a step, and may widen it to float32 in memory. Here a tile past the last row ends at once: the work goes with the rows received.
+Where the buffer is full, XLA's is as fast.
 """
 
 import functools
@@ -9,10 +10,14 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from maxtext_moe_te.moe.experts.base import activate
 from maxtext_moe_te.moe.rules import ExpertRule
+
+try:
+  from jax.experimental.pallas import triton
+except ImportError:  # deprecated in JAX 0.12
+  triton = None
 
 ACTIVATIONS = ("silu", "sigmoid", "relu", "linear", "")  # what Triton computes as XLA does
 ROWS, WIDTH, WARPS = 16, 512, 4  # of a tile, and who works on it
@@ -21,6 +26,8 @@ LEAST_ROWS, LEAST_WIDTH = 8, 128
 
 def reason_against(rule: ExpertRule, width: int) -> str:
   """Why the kernel does not serve experts of this rule and this F on one rank, or nothing."""
+  if triton is None:
+    return "a JAX whose Pallas writes no Triton kernels"
   if rule.activation not in ACTIVATIONS:
     return f"the activation {rule.activation}"
   return "" if width % LEAST_WIDTH == 0 else f"an expert width of {width}, no multiple of {LEAST_WIDTH}"
