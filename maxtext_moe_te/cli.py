@@ -1,4 +1,4 @@
-"""The command line: `maxtext-moe-te train|run|launch|demo|models|config|patch|enable|disable|status`.
+"""The command line: `maxtext-moe-te train|run|launch|demo|doctor|capacity|models|config|patch|enable|disable|status`.
 
 A table of commands and nothing else: what a run does is in `session`, what the others do in `tools`. Neither is imported before
 a command needs it.
@@ -18,6 +18,7 @@ TOOLS = {
   "launch": ("launch", "one process per GPU of this host: train or run, in several processes"),
   "demo": ("demo", "train a small model on this machine, on real text"),
   "doctor": ("doctor", "what will fail, be wrong or be slow on this machine, before it starts"),
+  "capacity": ("capacity", "rows that a rank may receive, what they take in memory, and what a run chooses"),
   "models": ("models", "MaxText's MoE models and how exact each is under the plugin"),
   "config": ("config", "import NVIDIA's launcher YAML; show or compare effective configurations"),
   "patch": ("patches", "list, check, apply or revert the source patches for MaxText and TE"),

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_moe_te.errors import RefusedError
-from maxtext_moe_te.host import agreement, engine, rules_from_config
+from maxtext_moe_te.host import agreement, engine, receive, rules_from_config
 from maxtext_moe_te.moe import te_api, te_runtime
+from maxtext_moe_te.moe.capacity import tokens_per_rank
 from maxtext_moe_te.moe.transport import nccl_ep
 from maxtext_moe_te.settings.config import MoeTeOptions
 
@@ -80,6 +81,7 @@ def bootstrap(options: MoeTeOptions, config, mesh, call: tuple[int, int] | None 
   explicit = options.transport == "nccl_ep"
   on_cpu = _platform(mesh) == "cpu"
   replaced = rules_from_config.is_replaced(config)
+  options = receive.settled(options, config, dict(mesh.shape), finite=call is None, call=call)
   if replaced and not on_cpu:
     engine.decide(options, mesh.devices.flat[0])
   if options.transport not in ("auto", "nccl_ep") or ranks == 1 or not replaced:
@@ -112,7 +114,7 @@ def ep_group(options: MoeTeOptions, config, axis_sizes: dict[str, int], call: tu
   """What the NCCL EP group must hold: the largest batch that any call of the model gets, split over the mesh.
 
   Args:
-    options: the plugin's.
+    options: the plugin's, settled.
     config: MaxText's configuration.
     axis_sizes: of the mesh.
     call: sequences and their length in that batch; None for those of pre-training, whose step splits what it is given.
@@ -122,15 +124,11 @@ def ep_group(options: MoeTeOptions, config, axis_sizes: dict[str, int], call: tu
     if config.eval_interval > 0:
       batch = max(batch, config.micro_batch_size_to_eval_on)
     call = batch, config.max_target_length
-  sequences, length = call
-  split = 1
-  for axis in ("data", "fsdp", "fsdp_transpose", EXPERT_AXIS, "context", "context_usp_ulysses", "tensor_sequence"):
-    split *= axis_sizes.get(axis, 1)
   return nccl_ep.Bootstrap(
     num_experts=config.num_experts,
     experts_per_token=config.num_experts_per_tok,
     ranks=axis_sizes.get(EXPERT_AXIS, 1),
-    max_tokens_per_rank=-(-sequences * length // (split * options.chunks)),
+    max_tokens_per_rank=-(-tokens_per_rank(*call, axis_sizes) // options.chunks),
     width=config.moe_expert_input_dim if config.moe_expert_input_dim > 0 else config.emb_dim,
     capacity_factor=options.capacity_factor,
   )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from maxtext.layers import linears, moe
 
 from maxtext_moe_te.errors import RefusedError
-from maxtext_moe_te.host import features, metrics, parts, rules_from_config
+from maxtext_moe_te.host import features, metrics, parts, receive, rules_from_config
 from maxtext_moe_te.moe import block, routing
 from maxtext_moe_te.moe.experts.base import ExpertWeights
 from maxtext_moe_te.moe.rules import RouterRule, Selection
@@ -43,6 +43,7 @@ def _routed_moe(module, options, inputs, input_ids, gate_inputs, forced_routed_e
   gate_dtype = jnp.float32 if config.float32_gate_logits else config.dtype
   logits = gate_logits(module.gate, inputs if gate_inputs is None else gate_inputs.astype(gate_dtype))
   weights = expert_weights(module, layout)
+  options = receive.settled(options, config, dict(layout.mesh.shape))
   out = block.moe_block(
     inputs,
     logits,

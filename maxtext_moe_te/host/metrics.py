@@ -8,12 +8,13 @@ them in the model, so nothing is sown for them.
 import contextvars
 import functools
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from maxtext.configs import pyconfig
 from maxtext.utils import maxtext_utils
 
-from maxtext_moe_te.host import overflow
+from maxtext_moe_te.host import overflow, receive
 from maxtext_moe_te.settings.config import MoeTeOptions
 
 PREFIX = "moe_te"
@@ -104,7 +105,11 @@ def always_recording(options: MoeTeOptions):
   def replace(original):
     @functools.wraps(original)
     def get_functional_train_with_signature(train_step, data_sharding, state_mesh_shardings, model, config, params_shardings=None):
-      train_step = overflow.keeping_state(collecting(train_step), options)
+      mesh = jax.tree.leaves(data_sharding)[0].mesh
+      now = receive.settled(options, config, dict(mesh.shape))
+      if not options.metrics and not now.capacity_factor:
+        return original(train_step, data_sharding, state_mesh_shardings, model, config, params_shardings)
+      train_step = overflow.keeping_state(collecting(train_step), now)
       return original(train_step, data_sharding, state_mesh_shardings, model, _recording(config), params_shardings)
 
     return get_functional_train_with_signature

@@ -19,7 +19,7 @@ from maxtext.utils import max_utils
 
 from maxtext_moe_te.errors import CapacityError, RefusedError
 from maxtext_moe_te.host import rules_from_config
-from maxtext_moe_te.settings.config import MoeTeOptions
+from maxtext_moe_te.settings.config import AUTO, MoeTeOptions
 
 log = logging.getLogger("maxtext_moe_te")
 PARAM_NORM = "learning/param_norm"
@@ -32,7 +32,7 @@ def check(options: MoeTeOptions, config) -> None:
   Raises:
     RefusedError: with the setting that is in the way.
   """
-  if not options.capacity_factor:
+  if options.capacity_factor in (0, AUTO):  # which looks at the same
     return
   exact = options.on_overflow == "exact"
   for wrong, setting, why in (

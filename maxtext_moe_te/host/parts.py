@@ -32,7 +32,7 @@ TE_ONLY = (("router", "te", "router"), ("transport", "nccl_ep", "nccl_ep"), ("ex
 
 def choose(options: MoeTeOptions, layout: Layout, spec: LayerSpec, shape: tuple[int, int, int], hidden: int, logits_dtype) -> Parts:
   """The parts for a layer on a mesh, for inputs [B,S,D] of this shape, experts of width F and a gate that computes logits in
-  `logits_dtype`.
+  `logits_dtype`. The options are settled ones.
 
   Raises:
     RefusedError: a part that was asked for cannot serve this layer or mesh.

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from maxtext.utils import maxtext_utils
 
 from maxtext_moe_te.errors import CapacityError
-from maxtext_moe_te.host import overflow, rules_from_config
+from maxtext_moe_te.host import overflow, receive, rules_from_config
 from maxtext_moe_te.settings.config import MoeTeOptions
 
 log = logging.getLogger("maxtext_moe_te")
@@ -37,13 +37,14 @@ def replaying(options: MoeTeOptions):
   def replace(original):
     @functools.wraps(original)
     def jit_train_step(config, *args, **kwargs):
-      if not rules_from_config.is_moe(config):
-        return original(config, *args, **kwargs)
       given = inspect.signature(original).bind(config, *args, **kwargs).arguments
+      mesh = jax.tree.leaves(given["data_sharding"])[0].mesh
+      now = receive.settled(options, config, dict(mesh.shape))
+      if not rules_from_config.is_moe(config) or not now.capacity_factor:
+        return original(config, *args, **kwargs)
       names = ("train_step", "data_sharding", "state_mesh_shardings", "model", "config", "params_shardings")
       step, inside, outside, static, donated = maxtext_utils.get_functional_train_with_signature(*(given[name] for name in names))
-      mesh = jax.tree.leaves(given["data_sharding"])[0].mesh
-      made = _Programs(step, inside, outside, static, donated, NamedSharding(mesh, PartitionSpec()), options)
+      made = _Programs(step, inside, outside, static, donated, NamedSharding(mesh, PartitionSpec()), now)
       _programs.add(made)
       return made
 

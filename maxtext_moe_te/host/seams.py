@@ -39,7 +39,7 @@ from maxtext_moe_te.host.configuration.seam import config_seams
 from maxtext_moe_te.host.patching import Activation, Seam
 from maxtext_moe_te.moe import te_api
 from maxtext_moe_te.settings import xla_flags
-from maxtext_moe_te.settings.config import MoeTeOptions
+from maxtext_moe_te.settings.config import AUTO, MoeTeOptions
 
 log = logging.getLogger("maxtext_moe_te")
 TRAIN = "maxtext.trainers.pre_train.train"
@@ -138,12 +138,14 @@ def seams(overlay, options: MoeTeOptions) -> list[Seam]:
         )
       )
     needed += [_group(options), _group_of_models(options), LORA]
-    if options.metrics or options.capacity_factor:
+    # What auto takes is known only with the mesh; it takes a capacity that a step may exceed only where the step then runs again.
+    may_overflow = options.capacity_factor != 0 and (options.capacity_factor != AUTO or options.on_overflow == "exact")
+    if options.metrics or may_overflow:
       recorder, train_step = _metrics(options)
       needed += [recorder, train_step]
       if TRAIN in sys.modules:  # imported before us, it has bound the recorder's name
         needed.append(dataclasses.replace(recorder, target=f"{TRAIN}:record_activation_metrics"))
-    if options.capacity_factor:
+    if may_overflow:
       needed += _exact(options) if options.on_overflow == "exact" else [_ending(options)]
   return needed
 

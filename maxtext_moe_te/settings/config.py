@@ -16,7 +16,7 @@ CHOICES = {
   "experts": ("auto", "reference", "ragged_dot", "blocked", "te"),
   "recipe": ("bf16", "mxfp8"),
   "cast_weights": ("auto", "step", "layer"),
-  "on_overflow": ("stop", "exact", "skip"),
+  "on_overflow": ("exact", "stop", "skip"),
   "selfcheck": ("auto", "always", "never"),
 }
 
@@ -27,6 +27,7 @@ OFFLOADABLE = (
   "moe_mlpwo",
 )  # fmt: skip
 
+AUTO = "auto"
 MAX_CHUNKS = 1024  # far more than save memory: the weights' gradients are read and written once per part
 MAX_CAPACITY_FACTOR = 4096  # an expert axis that large; beyond its size a factor is the worst case
 
@@ -44,11 +45,13 @@ class MoeTeOptions:
     cast_weights: where float32 expert weights become the compute dtype: step, once in front of the loop over layers, which is
       faster and sums their gradients over devices in the compute dtype, as MaxText does; layer, which sums them in float32. auto
       takes step where no sum is taken, and so no result changes.
-    capacity_factor: receive capacity of a rank over that of balanced routing, at least 1; 0 holds whatever the routing.
-    on_overflow: what becomes of a step that exceeds a finite capacity. stop ends the run, its update not applied; exact runs the step
-      again, in parts that hold whatever the routing, as if the capacity had been enough; skip leaves its update out, and says so.
+    capacity_factor: receive capacity of a rank over that of balanced routing, at least 1; 0 holds whatever the routing. auto takes 0
+      where that fits, and otherwise 2, if a step that exceeds it runs again.
+    on_overflow: what becomes of a step that exceeds a finite capacity. exact runs the step again, in parts that hold whatever the
+      routing, as if the capacity had been enough; stop ends the run, its update not applied; skip leaves its update out, and says so.
     chunks: in how many parts a device's tokens go through dispatch, experts and combine, one after the other. The receive buffers hold
-      one part, so the worst case of it is what memory must hold; every part is computed anew in the backward pass.
+      one part, so the worst case of it is what memory must hold; every part is computed anew in the backward pass. auto takes 1, or as
+      many as fit where nothing can run a step again.
     offload: tensors kept in host memory between forward and backward pass, by MaxText's names; a list, or text with commas.
     metrics: report rows per expert, receive demand and overflow from every decoder block.
     xla_profile: named sets of XLA flags, of settings/xla_flags.toml; a list, or text with commas. The overlay's own flags win over
@@ -63,9 +66,9 @@ class MoeTeOptions:
   experts: str = "auto"
   recipe: str = "bf16"
   cast_weights: str = "auto"
-  capacity_factor: float = 0.0
-  on_overflow: str = "stop"
-  chunks: int = 1
+  capacity_factor: float | str = AUTO
+  on_overflow: str = "exact"
+  chunks: int | str = AUTO
   offload: tuple[str, ...] = ()
   metrics: bool = True
   xla_profile: tuple[str, ...] = ()
@@ -141,19 +144,23 @@ def _check(mapping, source):
 
 
 def _check_capacity_factor(value, source):
+  if value == AUTO:
+    return
   if isinstance(value, bool) or not isinstance(value, int | float) or not (value == 0 or 1 <= value <= MAX_CAPACITY_FACTOR):
     raise OptionError(
       found=f"moe_te.capacity_factor={value} in {source}",
-      needed=f"a number from 1 to {MAX_CAPACITY_FACTOR}, or 0 for a capacity that nothing exceeds",
+      needed=f"auto, a number from 1 to {MAX_CAPACITY_FACTOR}, or 0 for a capacity that nothing exceeds",
       fix="write moe_te.capacity_factor=0 or, to save memory, moe_te.capacity_factor=2",
     )
 
 
 def _check_chunks(value, source):
+  if value == AUTO:
+    return
   if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_CHUNKS:
     raise OptionError(
       found=f"moe_te.chunks={value} in {source}",
-      needed=f"a whole number from 1 to {MAX_CHUNKS}",
+      needed=f"auto, or a whole number from 1 to {MAX_CHUNKS}",
       fix="write moe_te.chunks=1 or, to save memory, moe_te.chunks=8",
     )
 

@@ -191,7 +191,7 @@ def _te_gmm_quantization(result, key, value):
 def _ragged_buffer_factor(result, key, value):
   factor = _number(key, value)
   factor = factor if factor >= 1 else 0.0
-  reason = "receive capacity over that of balanced routing; a step beyond it stops the run" if factor else "the worst case fits"
+  reason = "receive capacity over that of balanced routing; a step beyond it runs again" if factor else "the worst case fits"
   _put(result, "moe_te", key, "capacity_factor", factor, reason)
 
 

@@ -154,7 +154,6 @@ def test_a_process_has_one_group(monkeypatch):
       nccl_ep.check_none_but(nccl_ep.Bootstrap(**{**vars(group), **other}))
   config = helpers.maxtext_config("mixtral-8x7b", ici_expert_parallelism=2, ici_fsdp_parallelism=1)
   layout = Layout(mesh=helpers.mesh_of(config, 2), batch=("expert",), expert=("expert",))
-  chosen = lambda width: (
-    parts.choose(MoeTeOptions(), layout, rules_from_config.layer_spec(config), (8, 32, width), 64, jnp.float32).transport.name
-  )
+  options, spec = MoeTeOptions(capacity_factor=0, chunks=1), rules_from_config.layer_spec(config)
+  chosen = lambda width: parts.choose(options, layout, spec, (8, 32, width), 64, jnp.float32).transport.name
   assert chosen(64) == "nccl_ep" and chosen(128) == "xla"

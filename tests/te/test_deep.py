@@ -28,9 +28,9 @@ def compiled(profiles=(), **changes):
 
 
 def test_tensors_that_the_run_offloads_by_itself():
-  """The first product carries two names and is moved once; what MaxText's own keys offload is what is looked at."""
+  """The first product, both halves, carries several names and is moved once; what MaxText's own keys offload is what is looked at."""
   result = compiled(remat_policy="custom", mlpwi_0="offload", moe_mlpwi_0="offload", base_num_decoder_layers=2)
-  first_product = 2 * BATCH * SEQUENCE * 2 * 512 * BFLOAT16  # layers x tokens x experts of each x width
+  first_product = 2 * BATCH * SEQUENCE * 2 * 2 * 512 * BFLOAT16  # layers x tokens x experts of each x both halves' width
   assert result["asked"] and set(result["names"]) == {"mlpwi_0", "moe_mlpwi_0"}
   assert result["expected_host_bytes"] == first_product
   assert result["variants"]["offload"]["host_bytes"] == pytest.approx(first_product, rel=0.01)

@@ -19,7 +19,8 @@ socket.gethostname = lambda: f"node{rank}"
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
 CONFIG = types.SimpleNamespace(
   num_experts=8, num_experts_per_tok=2, micro_batch_size_to_train_on=8, eval_interval=-1, max_target_length=16, emb_dim=64,
-  moe_expert_input_dim=-1, attention="dot_product",
+  moe_expert_input_dim=-1, attention="dot_product", moe_mlp_dim=64, num_decoder_layers=2, decoder_block="qwen3_moe", hardware="gpu",
+  enable_diloco=False, compiled_trainstep_file="",
 )  # fmt: skip
 GPU = type("Device", (), {"platform": "gpu", "compute_capability": "9.0"})()  # hashable, as jax's are
 MESH = types.SimpleNamespace(shape={"expert": 2}, devices=np.array([GPU, GPU]))

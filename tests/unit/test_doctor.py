@@ -403,9 +403,13 @@ CASES = {
   ),
   "worst case too large": (
     MACHINE,
-    job({"emb_dim": 7168, "max_target_length": 12288, "num_decoder_layers": 4}, variables={"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}),
+    job(
+      {"emb_dim": 7168, "max_target_length": 12288, "num_decoder_layers": 4},
+      options={"capacity_factor": 0.0},
+      variables={"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"},
+    ),
     W,
-    "the worst case of 1,572,864 received rows makes each buffer of them 21.0 GiB; needed: buffers that fit several times. Fix: set "
+    "1,576,960 rows that a rank may receive make each buffer of them 21.1 GiB; needed: buffers that fit several times. Fix: set "
     "a smaller per_device_batch_size, or moe_te.chunks=2",
   ),
   "layers not scanned": (MACHINE, job({"scan_layers": False}), W, "scan_layers=false with 48 layers"),
@@ -979,9 +983,9 @@ def test_an_overlay_may_split_over_domains(monkeypatch):
 
   monkeypatch.setattr(doctor.subprocess, "run", run)
   of_job = Job(nodes=4, gpus_per_node=4, nvlink_domain=8)
-  doctor.ask_maxtext(["base.yml"], "x", Overlay(("x",), maxtext={"dcn_fsdp_parallelism": 2}), MoeTeOptions(), of_job)
+  doctor.ask_maxtext(["base.yml"], "x", Overlay(("x",), maxtext={"dcn_fsdp_parallelism": 2}), MoeTeOptions(), of_job, None)
   assert (asked["domains"], asked["per_domain"]) == (2, 8)
-  doctor.ask_maxtext(["base.yml"], "x", Overlay(("x",), maxtext={"dcn_fsdp_parallelism": 1}), MoeTeOptions(), of_job)
+  doctor.ask_maxtext(["base.yml"], "x", Overlay(("x",), maxtext={"dcn_fsdp_parallelism": 1}), MoeTeOptions(), of_job, None)
   assert (asked["domains"], asked["per_domain"]) == (1, 16)
 
 

@@ -23,7 +23,7 @@ from maxtext_moe_te.settings import xla_flags
 from maxtext_moe_te.settings.config import MoeTeOptions
 from maxtext_moe_te.settings.variable import VARIABLE
 from maxtext_moe_te.tools import files
-from maxtext_moe_te.tools.doctor import checks, facts
+from maxtext_moe_te.tools.doctor import checks, facts, rows
 from maxtext_moe_te.tools.doctor.checks import ERROR, Finding
 
 RESOLVE_TIMEOUT_S = 1080  # 180 for MaxText, 900 for a comparison by numbers
@@ -52,7 +52,7 @@ def main(words: list[str]) -> int:
       found=f"--rank {args.rank} of --rank-count {args.rank_count}", needed="a number from 0 to the ranks less one", fix="correct --rank"
     )
   start = time.monotonic()
-  machine = _saved(args.machine) if args.machine else facts.gather()
+  machine = saved_machine(args.machine) if args.machine else facts.gather()
   job, resolved = read_job(rest, machine, args)
   names = xla_flags.installed_names() if job.xla_flags.strip() and not args.machine else None
   findings = checks.examine(machine, job, names=names)
@@ -98,10 +98,10 @@ def _parser():
     allow_abbrev=False,
   )
   parser.add_argument("--json", action="store_true", help="everything as JSON, fit to be posted")
-  parser.add_argument("--nodes", type=_count, default=_environment_int("NNODES", "SLURM_NNODES") or 1, help="default: the job's, or 1")
-  parser.add_argument("--gpus-per-node", type=_count, help="default: this machine's")
-  parser.add_argument("--nvlink-domain", type=_count, default=0, help="GPUs of one NVLink domain; default: a node's")
-  parser.add_argument("--processes-per-node", type=_count, default=0, help="default: one for each GPU")
+  parser.add_argument("--nodes", type=count, default=_environment_int("NNODES", "SLURM_NNODES") or 1, help="default: the job's, or 1")
+  parser.add_argument("--gpus-per-node", type=count, help="default: this machine's")
+  parser.add_argument("--nvlink-domain", type=count, default=0, help="GPUs of one NVLink domain; default: a node's")
+  parser.add_argument("--processes-per-node", type=count, default=0, help="default: one for each GPU")
   parser.add_argument("--image", action="store_true", help="for a container being built, without a GPU: only what can be known there")
   parser.add_argument("--machine", metavar="FILE", help="judge the machine of a report saved with --json, not this one")
   parser.add_argument("--no-probes", dest="probes", action="store_false", help="run nothing on the GPUs")
@@ -113,27 +113,32 @@ def _parser():
   ranks.add_argument("--ranks", metavar="FOLDER", help="a shared folder, new for each run, in which every rank leaves its facts")
   ranks.add_argument("--rank", type=int, default=_environment_int("NODE_RANK", "SLURM_PROCID") or 0, help="default: the job system's, or 0")
   ranks.add_argument(
-    "--rank-count", type=_count, default=_environment_int("NNODES", "SLURM_NTASKS") or 1, help="default: the job system's, or 1"
+    "--rank-count", type=count, default=_environment_int("NNODES", "SLURM_NTASKS") or 1, help="default: the job system's, or 1"
   )
   return parser
 
 
-def _count(text):
+def count(text: str) -> int:
+  """A number of things, for argparse."""
   number = int(text)
   if number < 1:
     raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
   return number
 
 
-_count.__name__ = "int"  # as argparse names it
+count.__name__ = "int"  # as argparse names it
 
 
 def _environment_int(*names):
   return next((int(os.environ[name]) for name in names if re.fullmatch(r"[0-9]+", os.environ.get(name, ""))), None)
 
 
-def _saved(file):
-  """The machine of a report, or of its key `machine` alone."""
+def saved_machine(file: str) -> facts.Machine:
+  """The machine of a report, or of its key `machine` alone.
+
+  Raises:
+    OptionError: the file cannot be read, or is something else.
+  """
   try:
     data = json.loads(Path(file).read_text(encoding="utf-8"))
     return facts.machine_from(data.get("machine", data))
@@ -169,15 +174,15 @@ def read_job(words: list[str], machine: facts.Machine, args) -> tuple[facts.Job,
     return dataclasses.replace(job, refused=error.fields), resolved
   if not rest or not rest[0].endswith(".yml"):
     rest = resolved["words"] = [str(base), *rest]
-  answer = ask_maxtext(rest, spec or "", asked.overlay, options, job)
+  answer = ask_maxtext(rest, spec or "", asked.overlay, options, job, rows.pool_of(facts.seen(machine, environment), job))
   config, compared = answer["config"], answer.get("selfcheck", "")
   offloaded = offloaded_bytes(config, job)
   return dataclasses.replace(job, config=config, refused=answer["refused"], selfcheck=compared, offloaded_bytes=offloaded), resolved
 
 
-def ask_maxtext(words: list[str], spec: str, overlay: overlays.Overlay, options: MoeTeOptions, job: facts.Job) -> dict:
+def ask_maxtext(words: list[str], spec: str, overlay: overlays.Overlay, options: MoeTeOptions, job: facts.Job, pool: int | None) -> dict:
   """What MaxText makes of the words, in a process of its own: {"config", "refused"}, and "selfcheck" if it came to that."""
-  request = {"words": words, "overlay": spec, "options": options.as_dict(), "domains": 1, "per_domain": job.gpus}
+  request = {"words": words, "overlay": spec, "options": options.as_dict(), "domains": 1, "per_domain": job.gpus, "pool": pool}
   environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "DECOUPLE_GCLOUD": "TRUE", VARIABLE: ""}
   command = [sys.executable, "-m", "maxtext_moe_te.tools.doctor.resolve"]
   given = {**overlay.maxtext, **dict(word.split("=", 1) for word in words if "=" in word)}

@@ -16,6 +16,7 @@ from maxtext_moe_te.errors import MoeTeError
 from maxtext_moe_te.host.source import MISSING
 from maxtext_moe_te.moe import te_api, te_runtime
 from maxtext_moe_te.settings import xla_flags
+from maxtext_moe_te.tools.doctor import rows
 from maxtext_moe_te.tools.doctor.facts import Job, Machine, seen
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
@@ -475,25 +476,15 @@ def expert_parallel(machine, job):
       "start one process per GPU",
       "https://github.com/marin-community/marin/issues/7344",
     )
-  tokens = _tokens_per_call(job)
+  of_job, chunks = rows.received(job), rows.chosen(job, rows.pool_of(machine, job)).chunks
+  tokens = -(-of_job.tokens // chunks)
   if tokens > 8192:
     yield _note(
       f"{tokens} tokens per rank in a call of NCCL EP",
       "8,192, up to which it was tested by its authors",
-      f"lower per_device_batch_size{_more_chunks(job, lambda more: _tokens_per_call(more) <= 8192)} if it fails",
+      f"lower per_device_batch_size{rows.more_chunks(of_job, chunks, lambda more: of_job.tokens // more <= 8192)} if it fails",
       "https://github.com/NVIDIA/nccl-extensions RELEASE.md",
     )
-
-
-def _width(job):
-  width = job.config.get("moe_expert_input_dim", -1)
-  return width if width and width > 0 else job.config["emb_dim"]
-
-
-def _tokens_per_rank(job):
-  batch = job.config.get("micro_batch_size_to_train_on", 0) * job.config.get("max_target_length", 0)
-  split = math.prod(job.axis(axis) for axis in ("data", "fsdp", "fsdp_transpose", "expert", "context", "context_usp_ulysses"))
-  return math.ceil(batch / split)
 
 
 # Mesh
@@ -578,7 +569,6 @@ def split_over_domains(machine, job):
 
 # Memory
 
-JAX_FRACTION = 0.75  # of a GPU's memory, its default
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
@@ -595,8 +585,8 @@ def memory(machine, job):
   if not machine.gpus or not job.config.get("num_experts"):
     return
   config, have = job.config, machine.gpus[0].memory_bytes
-  fraction = _fraction(job)
-  least = least_state_bytes(job)
+  fraction = rows.fraction(job)
+  least = rows.least_state_bytes(job)
   if have and least > fraction * have:
     yield _error(
       f"weights and optimizer state of the experts alone take {_gib(least)} of each GPU, XLA's pool is {_gib(fraction * have)}",
@@ -605,23 +595,25 @@ def memory(machine, job):
       "arithmetic: weights and Adam's two moments, split over fsdp x expert x tensor",
     )
   if job.expert_parallel:
-    outside = ep_buffer_bytes(job)
+    of_job, choice = rows.received(job), rows.chosen(job, rows.pool_of(machine, job))
+    factor, chunks = choice.capacity_factor, choice.chunks
+    outside = of_job.group_bytes(factor, chunks)
     if have and outside + 2 * 2**30 > (1 - fraction) * have:
       best = max(0.5, math.floor(100 * (1 - (outside + 2 * 2**30) / have)) / 100)
       yield _warning(
         f"NCCL EP takes about {_gib(outside)} beside XLA's pool of {fraction:g}, which leaves {_gib((1 - fraction) * have)}",
         "room for its buffers, NCCL and CUDA graphs (2 GiB)",
-        f"set XLA_PYTHON_CLIENT_MEM_FRACTION={best:g}{_more_chunks(job, lambda more: ep_buffer_bytes(more) <= outside // 2)}",
+        f"set XLA_PYTHON_CLIENT_MEM_FRACTION={best:g}"
+        + rows.more_chunks(of_job, chunks, lambda more: of_job.group_bytes(factor, more) <= outside // 2),
         "NCCL EP 0.1.0's allocation; https://github.com/marin-community/marin/issues/7331: out of memory at 0.90",
       )
-    rows = receive_rows(job)
-    fits = lambda more: receive_rows(more) * _width(more) * 2 <= have // 10
-    if have and not fits(job):
+    one = lambda chunks: of_job.rows(factor, chunks) * of_job.width * 2
+    if have and one(chunks) > have // 10:
       yield _warning(
-        f"the worst case of {rows:,} received rows makes each buffer of them {_gib(rows * _width(job) * 2)}",
+        f"{of_job.rows(factor, chunks):,} rows that a rank may receive make each buffer of them {_gib(one(chunks))}",
         "buffers that fit several times",
-        f"set a smaller per_device_batch_size{_more_chunks(job, fits)}",
-        "capacity.worst_case_rows",
+        f"set a smaller per_device_batch_size{rows.more_chunks(of_job, chunks, lambda more: one(more) <= have // 10)}",
+        "maxtext-moe-te capacity",
       )
   if config.get("scan_layers") is False and config.get("num_decoder_layers", 0) > 8:
     yield _warning(
@@ -630,59 +622,6 @@ def memory(machine, job):
       "set scan_layers=true",
       "seen: 192 live copies of one 1.9 GB array, out of memory at compile time",
     )
-
-
-def _fraction(job):
-  for name in xla_flags.MEMORY_FRACTIONS:
-    if job.variables.get(name):
-      return _number(job.variables[name]) or JAX_FRACTION
-  return JAX_FRACTION
-
-
-def least_state_bytes(job: Job) -> int:
-  """Bytes per GPU of the experts' weights and Adam's two moments of them; less than what a run holds there."""
-  config = job.config
-  layers = config["num_decoder_layers"] - config.get("first_num_dense_layers", 0)
-  block = config.get("decoder_block")
-  if block not in ("deepseek", "mixtral", "qwen3_moe", "gpt_oss") or config.get("parameter_memory_host_offload"):
-    return 0  # others have no experts in every layer
-  elements = layers * config["num_experts"] * 3 * _width(job) * config["mlp_dim" if block in ("mixtral", "gpt_oss") else "moe_mlp_dim"]
-  weight = 2 if config.get("weight_dtype") == "bfloat16" else 4
-  moments = weight + (2 if config.get("mu_dtype") == "bfloat16" else weight)  # mu_dtype is the first one's
-  elsewhere = config.get("shard_optimizer_over_data") or config.get("optimizer_memory_host_offload")
-  if config.get("opt_type", "adamw") not in ("adamw", "adam_pax") or elsewhere:
-    moments = 0
-  split = math.prod(job.axis(axis) for axis in ("fsdp", "fsdp_transpose", "expert", "tensor"))
-  return elements * (weight + moments) // split
-
-
-def receive_rows(job: Job) -> int:
-  """Receive capacity of a rank in rows, before alignment."""
-  ranks, factor = job.axis("expert"), job.options.get("capacity_factor", 0)
-  local, tokens = job.config["num_experts"] // ranks, _tokens_per_call(job)
-  worst = ranks * tokens * min(job.config["num_experts_per_tok"], local)
-  return min(worst, math.ceil(factor * tokens * job.config["num_experts_per_tok"])) if factor else worst
-
-
-def _tokens_per_call(job):
-  return -(-_tokens_per_rank(job) // job.options.get("chunks", 1))
-
-
-def _more_chunks(job, enough):
-  """ ", or moe_te.chunks=N" with the fewest that are enough; nothing where no number is."""
-  tokens = _tokens_per_rank(job)
-  for chunks in (2, 4, 8, 16, 32):
-    more = dataclasses.replace(job, options={**job.options, "chunks": chunks})
-    if chunks > job.options.get("chunks", 1) and tokens % chunks == 0 and enough(more):
-      return f", or moe_te.chunks={chunks}"
-  return ""
-
-
-def ep_buffer_bytes(job: Job) -> int:
-  """What NCCL EP allocates outside XLA's pool: staging, probabilities, scales. NCCL EP 0.1.0, nccl_ep.cc."""
-  ranks, width, rows = job.axis("expert"), _width(job), receive_rows(job)
-  local = job.config["num_experts"] // ranks
-  return 2 * ranks * _tokens_per_call(job) * width * 2 + 2 * rows * local * ranks * 4 + rows * width * 2 + 32 * 2**20
 
 
 @check

@@ -15,15 +15,16 @@ KEYS = (
   "num_query_heads", "num_kv_heads", "head_dim", "kv_lora_rank", "q_lora_rank", "max_target_length", "micro_batch_size_to_train_on",
   "scan_layers", "tensors_to_offload", "moe_expert_input_dim", "num_slices", "compile_xla_flags", "qk_nope_head_dim", "qk_rope_head_dim",
   "v_head_dim", "mu_dtype", "opt_type", "shard_optimizer_over_data", "optimizer_memory_host_offload", "parameter_memory_host_offload",
+  "remat_policy", "moe_x_sorted", "moe_mlpwi_0", "moe_mlpwo",
 )  # fmt: skip
 
 
 def main() -> int:
-  """Reads {words, overlay, options, domains, per_domain} from standard input; writes {config, refused, selfcheck} after the word ANSWER."""
+  """Reads {words, overlay, options, domains, per_domain, pool} from standard input; writes {config, refused, selfcheck} after ANSWER."""
   request = json.load(sys.stdin)
   from maxtext.configs import pyconfig
 
-  from maxtext_moe_te.host import checks, expert_group, parts, patching, remat, rules_from_config, selfcheck
+  from maxtext_moe_te.host import checks, expert_group, parts, patching, receive, remat, rules_from_config, selfcheck
   from maxtext_moe_te.host.configuration.seam import config_seams
   from maxtext_moe_te.settings import overlay as overlays
   from maxtext_moe_te.settings.config import MoeTeOptions
@@ -46,8 +47,10 @@ def main() -> int:
       checks.check_config(config, options)
     remat.check(options, config)
     if options.enabled and rules_from_config.is_moe(config):
+      receive.assume_memory(request["pool"])
+      settled = receive.settled(options, config, sizes, finite=True)
       answer["config"]["nccl_ep_refused"] = refusal(
-        lambda: expert_group.check_ep_group(config, expert_group.ep_group(options, config, sizes))
+        lambda: expert_group.check_ep_group(config, expert_group.ep_group(settled, config, sizes))
       )
     try:
       answer["selfcheck"] = selfcheck.settle(config, options)
