@@ -14,6 +14,10 @@ BFLOAT16_RATIO = 1.2
 # steps turns the rounding of vanishing gradients into whole updates.
 TRAINING_LOSS = 1e-5
 
+# Relative Frobenius error of what 30 steps of sgd added to a parameter, in float32, one run's against another's: every update is within
+# FLOAT32_GRADIENT of one taken at a state that is off by the rounding of those before.
+UPDATES_OF_30_STEPS = 1e-3
+
 # The share of all gradients' norm below which a parameter's own is held to that share, not to itself. The exact gradient of such a
 # parameter is zero or nearly so (a scale in front of a norm), and what is left of it is rounding, 1e-8 of all of them at most.
 VANISHING_GRADIENT = 1e-3

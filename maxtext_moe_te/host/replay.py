@@ -6,6 +6,7 @@ step waits for it. Where one is set, the second program runs that batch, and the
 order. Whoever looks at the state in between (a checkpoint, evaluation, the end) has the last step settled first.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -17,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.core import spmd
 from jax.sharding import NamedSharding, PartitionSpec
 from maxtext.utils import maxtext_utils
 
@@ -106,6 +108,7 @@ class _Programs:
   def __call__(self, state, batch):
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):  # traced for its text, as dump_jaxpr does
       return self._first(state, batch, jnp.bool_(False))[:2]
+    self._mesh, self._rules = jax.sharding.get_mesh(), spmd.get_logical_axis_rules()
     before = self._expected(state)
     if self._direct:
       self.settle()
@@ -130,7 +133,9 @@ class _Programs:
     self._running |= last is not None
     if last is None or not bool(last.flag):
       return
-    settled = self._replay(last)
+    # As the steps are called: outside, JAX would trace and compile the program anew.
+    with contextlib.nullcontext() if self._mesh.empty else jax.set_mesh(self._mesh), spmd.logical_axis_rules(self._rules):
+      settled = self._replay(last)
     for key in list(last.state):
       last.state[key] = settled[key]
 

@@ -72,6 +72,11 @@ class Step:
     with self.context():
       return lowered.compile(compiler_options=options)
 
+  def __call__(self, state, batch):
+    """Runs the step: (state, metrics). The state that it was given is gone."""
+    with self._active(), self.context():
+      return self._jitted(state, batch)
+
   @property
   def has_second(self) -> bool:
     """Whether the step is two programs, see `moe_te.on_overflow`."""

@@ -7,6 +7,7 @@ ones are cut to `UNSCANNED_LAYERS`.
 
 import dataclasses
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -17,6 +18,7 @@ from maxtext_moe_te.errors import MoeTeError, OptionError, RefusedError, in_one_
 from maxtext_moe_te.moe import te_api
 from maxtext_moe_te.settings import xla_flags
 from maxtext_moe_te.tools import described, streams
+from maxtext_moe_te.tools.doctor import rows
 from maxtext_moe_te.tools.doctor.checks import ERROR, NOTE, WARNING, Finding
 
 OFFLOAD = ("query_proj", "value_proj")
@@ -155,11 +157,14 @@ def _compile(request, folder):
     described.pretend_fused_attention()
     if engine.borrows:
       described.pretend_expert_parallel()
+  from maxtext_moe_te.host import receive
   from maxtext_moe_te.host import step as steps
   from maxtext_moe_te.settings import overlay as overlays
   from maxtext_moe_te.settings.config import MoeTeOptions
 
   overlay = overlays.load(request.overlay) if request.overlay else None
+  pool = rows.fraction({**os.environ, **(overlay.env if overlay else {})})
+  receive.assume_memory(int(pool * described.memory_bytes(described.target(request.gpu))))
   options = MoeTeOptions.from_mapping(overlay.moe_te, request.overlay) if overlay else MoeTeOptions()
   options = options.replace_from(request.options, "the command line")
   own_profile, options = ",".join(options.xla_profile), options.replace_from({"xla_profile": ""}, "here")

@@ -112,7 +112,7 @@ def test_none_for_one_rank_or_a_model_of_vllm(tmp_path, groups):
   expert_group.bootstrap(MoeTeOptions(), config, helpers.mesh_of(config, 1))
   with active():
     config = resolved(tmp_path, "base.yml", [])
-  vllm = types.SimpleNamespace(num_experts=8, attention="vllm_rpa")
+  vllm = types.SimpleNamespace(num_experts=8, attention="vllm_rpa", enable_diloco=False, compiled_trainstep_file="")
   expert_group.bootstrap(MoeTeOptions(), vllm, helpers.mesh_of(config, 8))
   assert not groups
 

@@ -23,7 +23,7 @@ def test_a_factor_that_holds_changes_nothing(tmp_path):
 def test_an_overflow_stops_the_run_before_its_checkpoint(tmp_path):
   words = [*WORDS, "enable_checkpointing=true", "async_checkpointing=false", "checkpoint_period=1", "steps=3"]
   with pytest.raises(CapacityError) as stopped:
-    helpers.train(tmp_path, words, options=MoeTeOptions(capacity_factor=1.0))
+    helpers.train(tmp_path, words, options=MoeTeOptions(capacity_factor=1.0, on_overflow="stop"))
   text = str(stopped.value)
   assert "moe_te.capacity_factor=1" in text
   assert "the step's update was not applied" in text
@@ -37,10 +37,14 @@ def test_an_overflow_stops_the_run_before_its_checkpoint(tmp_path):
 def test_native_fine_tuning_is_checked_too(tmp_path):
   module = "post_train.sft.train_sft_native"
   words = [*WORDS, "base_num_decoder_layers=1", "steps=1"]
-  (step,) = helpers.train(tmp_path, words, options=MoeTeOptions(capacity_factor=3.0), module=module)
+  run = lambda factor, **more: helpers.train(tmp_path, words, options=MoeTeOptions(capacity_factor=factor, **more), module=module)
+  (step,) = run(3.0)
   assert step["moe_te/overflow"] == 0 and step["moe_te/receive_rows_max"] <= step["moe_te/receive_capacity"]
+  (again,) = run(1.0)
+  assert again["moe_te/replayed"] == 1
+  assert again["learning/loss"] == pytest.approx(step["learning/loss"], rel=tolerances.TRAINING_LOSS)
   with pytest.raises(CapacityError, match="the step's update was not applied"):
-    helpers.train(tmp_path, words, options=MoeTeOptions(capacity_factor=1.0), module=module)
+    run(1.0, on_overflow="stop")
 
 
 def test_a_layer_that_nobody_watches_is_refused():
@@ -89,4 +93,4 @@ def test_the_state_of_an_overflowed_step_is_the_one_before():
   state = {"w": jax.numpy.ones(3), "step": jax.numpy.int32(7)}
   for rows, expected in ((0, 8), (1, 7)):
     assert int(step(state, rows)[0]["step"]) == expected
-  assert overflow.keeping_state(train_step, MoeTeOptions()) is train_step
+  assert overflow.keeping_state(train_step, MoeTeOptions(capacity_factor=0)) is train_step

@@ -158,12 +158,17 @@ SAVED = ["enable_checkpointing=true", "async_checkpointing=false", "checkpoint_p
 
 
 @pytest.mark.parametrize(("case", "more"), [("mixtral-expert4", EVALUATED), ("deepseek3-accumulated", [])])
-def test_exact_equals_unlimited(tmp_path, case, more):
-  """With checkpoints in between, and with evaluation."""
+def test_exact_equals_unlimited(tmp_path, caplog, case, more):
+  """With checkpoints in between, and with evaluation; and no program is compiled but the two."""
   words = [*CASES[case], *more, "steps=6", "load_balance_loss_weight=0.01"]
   whole, gradients = helpers.train_keeping_gradients(tmp_path, words, options=MoeTeOptions())
   options = MoeTeOptions(capacity_factor=1.0, on_overflow="exact")
-  exact, of_exact = helpers.train_keeping_gradients(tmp_path, [*words, *SAVED], options=options)
+  caplog.clear()
+  with jax.log_compiles():
+    exact, of_exact = helpers.train_keeping_gradients(tmp_path, [*words, *SAVED], options=options)
+  said = [record.getMessage() for record in caplog.records]
+  compiled = {name: sum(f"Finished XLA compilation of jit({name})" in line for line in said) for name in ("train_step", "eval_step")}
+  assert compiled == {"train_step": 2, "eval_step": int(bool(more))}
   rows = lambda metrics, key: [step for step in metrics if key in step]
   pair = ((rows(exact, "learning/loss"), of_exact), (rows(whole, "learning/loss"), gradients))
   helpers.assert_same_training(*pair, moved=0.001 if more else 0.01)  # of evaluated runs, the last two steps are left

@@ -585,7 +585,7 @@ def memory(machine, job):
   if not machine.gpus or not job.config.get("num_experts"):
     return
   config, have = job.config, machine.gpus[0].memory_bytes
-  fraction = rows.fraction(job)
+  fraction = rows.fraction(job.variables)
   least = rows.least_state_bytes(job)
   if have and least > fraction * have:
     yield _error(

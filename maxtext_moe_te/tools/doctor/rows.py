@@ -1,6 +1,6 @@
 """What a rank of a job receives, and the memory that is for it: `moe.capacity` for the facts of a job."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from maxtext_moe_te.moe import capacity
 from maxtext_moe_te.settings import xla_flags
@@ -10,12 +10,12 @@ from maxtext_moe_te.tools.doctor.facts import Job, Machine
 JAX_FRACTION = 0.75  # of a GPU's memory that XLA's pool takes, JAX's default
 
 
-def fraction(job: Job) -> float:
-  """The part of a GPU's memory that XLA's pool takes."""
+def fraction(variables: Mapping[str, str]) -> float:
+  """The part of a GPU's memory that XLA's pool takes in a process with these environment variables."""
   for name in xla_flags.MEMORY_FRACTIONS:
-    if job.variables.get(name):
+    if variables.get(name):
       try:
-        return float(job.variables[name]) or JAX_FRACTION
+        return float(variables[name]) or JAX_FRACTION
       except ValueError:
         return JAX_FRACTION
   return JAX_FRACTION
@@ -23,7 +23,7 @@ def fraction(job: Job) -> float:
 
 def pool_bytes(job: Job, memory: int | None) -> int | None:
   """Bytes of XLA's pool on a GPU of so much memory; None where that is not known."""
-  return int(fraction(job) * memory) if memory else None
+  return int(fraction(job.variables) * memory) if memory else None
 
 
 def pool_of(machine: Machine, job: Job) -> int | None:
