@@ -12,14 +12,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from maxtext.configs import pyconfig
-from maxtext.utils import maxtext_utils
 
 from maxtext_moe_te.host import overflow, receive
+from maxtext_moe_te.moe import block
 from maxtext_moe_te.settings.config import MoeTeOptions
 
 PREFIX = "moe_te"
 LOAD_PER_EXPERT_LIMIT = 64  # more experts than this are not written one by one
 
+
+LOAD = f"{PREFIX}_load"  # beside the scalars of a step's metrics: rows of each layer and expert
+MEASURED = ("rows", "received", "overflowed", "demand", "receive_capacity")
+QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 
 _collected = contextvars.ContextVar("a step that collects what layers sow is being traced", default=False)
 
@@ -27,48 +31,62 @@ _collected = contextvars.ContextVar("a step that collects what layers sow is bei
 def sow(module: nnx.Module, output) -> None:
   """Leaves the layer's numbers on `module`, if the step that is being traced collects them.
 
-  All of them add up over microbatches, because MaxText sums intermediates.
+  All of them add up over microbatches, because MaxText sums intermediates; what is the largest is read from a histogram for that.
   """
   if not _collected.get():
     return
-  for name in ("rows_per_expert", "receive_rows_max", "receive_capacity", "overflow"):
+  for name in MEASURED:
     module.sow(nnx.Intermediate, f"{PREFIX}_{name}", getattr(output, name))
 
 
-def record(scalars: dict, intermediates, config) -> None:
-  """Adds this step's MoE scalars.
+def _of_layers(intermediates, name: str, ndim: int) -> jax.Array | None:
+  """[layers, …] of what the layers left under a name, where each left `ndim` dims; None if there is nothing."""
+  name = f"{PREFIX}_{name}"
+  leaves = jax.tree_util.tree_leaves_with_path(intermediates)
+  found = [leaf for path, leaf in leaves if [key.key for key in path if hasattr(key, "key")][-1:] == [name]]
+  if not found:
+    return None
+  return jnp.concatenate([leaf.reshape(-1, *leaf.shape[leaf.ndim - ndim :]) for leaf in found])  # stacked layers lead
+
+
+def record(metrics: dict, intermediates, config) -> None:
+  """Adds this step's MoE scalars, and `LOAD`.
 
   Args:
-    scalars: the step's scalar metrics, changed in place.
+    metrics: of the step, changed in place.
     intermediates: what the model left, possibly stacked over layers and summed over microbatches.
     config: the MaxText configuration.
   """
-  collected = maxtext_utils.collect_intermediates_by_suffix(intermediates, f"{PREFIX}_rows_per_expert")
-  if not collected:
+  rows = _of_layers(intermediates, "rows", 2)
+  if rows is None:
     return
-  microbatches = config.gradient_accumulation_steps
-
-  def values(name):
-    return jnp.concatenate(maxtext_utils.collect_intermediates_by_suffix(intermediates, f"{PREFIX}_{name}"))
-
-  # Stacked layers are the leading dim of the flattened leaf, so that each E consecutive values are one layer.
-  rows = jnp.concatenate(collected).reshape(-1, config.num_experts).astype(jnp.float32) / microbatches
+  scalars, microbatches = metrics["scalar"], config.gradient_accumulation_steps
+  # One sum over devices for all layers: in the layers, three would wait for every device beside the dispatch and the combine of each.
+  rows = rows.sum(1).astype(jnp.float32) / microbatches
+  demand = _of_layers(intermediates, "demand", 2).sum((0, 1))
+  capacity = _of_layers(intermediates, "receive_capacity", 0).max() / microbatches
   mean = rows.mean(-1)
   for layer in range(rows.shape[0]):
     scalars[f"{PREFIX}/rows_per_expert_max/layer_{layer:03d}"] = rows[layer].max()
     scalars[f"{PREFIX}/rows_per_expert_mean/layer_{layer:03d}"] = mean[layer]
-  ratio = rows.max(-1) / jnp.maximum(mean, 1)
-  scalars[f"{PREFIX}/load_max_over_mean"] = ratio.max()
-  scalars[f"{PREFIX}/receive_rows_max"] = values("receive_rows_max").max() / microbatches
-  scalars[f"{PREFIX}/receive_capacity"] = values("receive_capacity").max() / microbatches
-  scalars[f"{PREFIX}/overflow"] = values("overflow").sum()
+  load = rows / jnp.maximum(mean, 1)[:, None]  # over that of balanced routing
+  scalars[f"{PREFIX}/load_max_over_mean"] = load.max()
+  for quantile in QUANTILES:
+    scalars[f"{PREFIX}/load_p{100 * quantile:02.0f}"] = jnp.quantile(load, quantile)
+  scalars[f"{PREFIX}/experts_unused"] = (rows == 0).sum()
+  received = _of_layers(intermediates, "received", 1).max() / microbatches  # of several microbatches, a mean
+  scalars[f"{PREFIX}/receive_rows_max"] = received
+  scalars[f"{PREFIX}/receive_capacity"] = capacity
+  scalars[overflow.NEEDED] = block.largest_demand(demand)
+  scalars[f"{PREFIX}/overflow"] = _of_layers(intermediates, "overflowed", 1).sum()
   if config.num_experts <= LOAD_PER_EXPERT_LIMIT:
     share = rows.sum(0) / jnp.maximum(rows.sum(), 1)
     for expert in range(config.num_experts):
       scalars[f"{PREFIX}/load/expert_{expert:03d}"] = share[expert]
   # MaxText prints these two in its own progress line when they are there.
-  scalars["learning/moe_max_load_ratio"] = ratio.max()
-  scalars["learning/moe_max_load_ratio_mean"] = ratio.mean()
+  scalars["learning/moe_max_load_ratio"] = load.max()
+  scalars["learning/moe_max_load_ratio_mean"] = load.max(-1).mean()
+  metrics[LOAD] = load
 
 
 def collecting(train_step):
@@ -90,7 +108,7 @@ def recording(original):
 
   def record_activation_metrics(output_metrics, intermediate_outputs, config):
     original(output_metrics, intermediate_outputs, config)  # adds nothing if the model recorded nothing
-    record(output_metrics["scalar"], intermediate_outputs, config)
+    record(output_metrics, intermediate_outputs, config)
 
   return record_activation_metrics
 

@@ -24,6 +24,7 @@ from maxtext_moe_te.settings.config import AUTO, MoeTeOptions
 log = logging.getLogger("maxtext_moe_te")
 PARAM_NORM = "learning/param_norm"
 OVERFLOW, DEMAND, CAPACITY = "moe_te/overflow", "moe_te/receive_rows_max", "moe_te/receive_capacity"
+NEEDED = "moe_te/demand_over_balanced"
 
 
 def check(options: MoeTeOptions, config) -> None:
@@ -196,20 +197,18 @@ class _Checked:
     state, metrics = self._step(*args, **kwargs)
     scalars = metrics["scalar"]
     if int(scalars[OVERFLOW]) > 0:  # waits for the step: the price of a finite factor
-      raise self._error(float(scalars[DEMAND]), float(scalars[CAPACITY]))
+      raise self._error(float(scalars[DEMAND]), float(scalars[CAPACITY]), float(scalars[NEEDED]))
     return state, metrics
 
-  def _error(self, demand, capacity):
+  def _error(self, demand, capacity, needed):
     given = f"(moe_te.capacity_factor={self._capacity_factor:g}); the step's update was not applied"
-    if self._microbatches > 1:  # only the mean over microbatches is known
-      return CapacityError(
-        found=f"a rank was sent more rows than the {capacity:.0f} it holds in one of {self._microbatches} microbatches {given}",
-        needed="a capacity that nothing exceeds, or a larger factor",
-        fix="set moe_te.capacity_factor=0 and start again from the last checkpoint",
-      )
-    held = math.ceil(100 * self._capacity_factor * demand / capacity) / 100
+    if self._microbatches > 1:  # their demands are added up, and what is left of the largest is the bin that it fell in
+      sent, held = f"more rows than the {capacity:.0f} it holds in one of {self._microbatches} microbatches", math.ceil(100 * needed) / 100
+    else:
+      sent = f"{demand:.0f} rows in this step and holds {capacity:.0f}"
+      held = math.ceil(100 * self._capacity_factor * demand / capacity) / 100
     return CapacityError(
-      found=f"a rank was sent {demand:.0f} rows in this step and holds {capacity:.0f} {given}",
+      found=f"a rank was sent {sent} {given}",
       needed=f"moe_te.capacity_factor of at least {held:g} for this step, or 0, which holds whatever the routing",
       fix=f"set moe_te.capacity_factor=0 or {math.ceil(held * 12.5) / 10:g} and start again from the last checkpoint",
     )

@@ -151,6 +151,7 @@ class _Programs:
     state, metrics = self._second(step.state, step.batch)
     demand, capacity = scalars[overflow.DEMAND], scalars[overflow.CAPACITY]
     scalars.update(metrics["scalar"])
+    step.metrics.update({name: value for name, value in metrics.items() if value is not metrics["scalar"]})
     scalars |= {REPLAYED: 1, overflow.DEMAND: demand, overflow.CAPACITY: capacity}
     self.replayed += 1
     self._in_a_row += 1

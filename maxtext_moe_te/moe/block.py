@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from maxtext_moe_te.errors import RefusedError
 from maxtext_moe_te.moe import routing
+from maxtext_moe_te.moe.capacity import balanced_rows
 from maxtext_moe_te.moe.chunks import in_chunks
 from maxtext_moe_te.moe.experts import blocked, ragged_dot, reference
 from maxtext_moe_te.moe.experts.base import Activation, ExpertWeights, GroupedMatmul, activate_all, expert_mlp
@@ -96,24 +98,46 @@ class Parts:
   chunks: int = 1
 
 
+DEMAND_BINS = 80  # of the rows that a rank is sent of a part, over balanced routing's: up to 2^((i + 1) / 8) in bin i, all else in the last
+
+
 class MoeOutput(NamedTuple):
-  """What leaves the layer.
+  """What leaves the layer. What is measured is each device's own: who reads it reduces it, once for all layers.
 
   Attributes:
     y: [B,S,D] in the layer's dtype.
     load_balance_loss: float32 scalar with its coefficient, or None.
-    rows_per_expert: int32 [E], over the whole batch.
-    receive_rows_max: int32 scalar, rows of the fullest rank in the fullest part.
+    rows: int32 [devices that have different tokens, E], rows that their tokens send.
+    received: int32 [devices], rows of the fullest part.
+    overflowed: int32 [devices], parts whose rows exceeded R. Dropless capacities keep it at 0.
+    demand: int32 [devices, DEMAND_BINS], parts by the rows that were sent.
     receive_capacity: int, R, of one part.
-    overflow: int32 scalar, ranks and parts whose demand exceeded R. Dropless capacities keep it at 0.
   """
 
   y: jax.Array
   load_balance_loss: jax.Array | None
-  rows_per_expert: jax.Array
-  receive_rows_max: jax.Array
+  rows: jax.Array
+  received: jax.Array
+  overflowed: jax.Array
+  demand: jax.Array
   receive_capacity: jax.Array
-  overflow: jax.Array
+
+  @property
+  def rows_per_expert(self) -> jax.Array:
+    """int32 [E], over the whole batch."""
+    return self.rows.sum(0)
+
+
+def demand_histogram(rows: jax.Array, balanced: int) -> jax.Array:
+  """int32 [DEMAND_BINS]: how many of `rows`, int32 [C], are in each bin, if balanced routing sends `balanced`."""
+  edges = np.minimum(balanced * 2.0 ** (np.arange(1, DEMAND_BINS) / 8), 2**31 - 1).astype(np.int32)
+  return ((rows[:, None] > edges).sum(1)[:, None] == np.arange(DEMAND_BINS)).sum(0, dtype=jnp.int32)
+
+
+def largest_demand(histogram: jax.Array) -> jax.Array:
+  """What a rank is sent of a part at most, over balanced routing's: the upper edge of the last bin of a histogram that is not empty."""
+  last = jnp.max(jnp.where(histogram > 0, jnp.arange(DEMAND_BINS), 0))
+  return 2.0 ** ((last + 1) / 8)
 
 
 def moe_block(
@@ -157,7 +181,7 @@ def moe_block(
     functools.partial(_per_device, spec, layout, parts),
     mesh=layout.mesh,
     in_specs=(tokens, tokens, _given(router_specs, router_inputs), _given(weight_specs, weights)),
-    out_specs=MoeOutput(tokens, P(), P(), P(), P(), P()),
+    out_specs=MoeOutput(tokens, P(), P(layout.tokens or None), *(P(layout.mesh.axis_names),) * 3, P()),
     check_vma=False,
   )
   return run(x, logits, router_inputs, weights)
@@ -197,16 +221,18 @@ def _per_device(spec, layout, parts, x, logits, router_inputs, weights) -> MoeOu
   if layout.width:
     y = jax.lax.psum(y, layout.width)
 
-  rows = routing.rows_per_expert(routed.experts, spec.num_experts).sum(0)
   loss = _load_balance_loss(routed, s, spec, layout) if spec.load_balance_coefficient > 0.0 else None
-  everywhere = tuple(layout.mesh.axis_names)
+  ranks = layout.size(layout.expert)
+  senders = ranks if set(layout.expert) <= set(layout.tokens) else 1
+  balanced = balanced_rows(group_tokens=senders * b * s // received.size, experts_per_token=k, ranks=ranks)
   return MoeOutput(
     y=y.reshape(b, s, width).astype(spec.dtype),
     load_balance_loss=loss,
-    rows_per_expert=jax.lax.psum(rows, layout.tokens) if layout.tokens else rows,
-    receive_rows_max=jax.lax.pmax(received.max(), everywhere),
+    rows=routing.rows_per_expert(routed.experts, spec.num_experts).sum(0)[None],
+    received=received.max(keepdims=True),
+    overflowed=(received > capacity).sum(dtype=jnp.int32, keepdims=True),
+    demand=demand_histogram(received, balanced)[None],
     receive_capacity=capacity.max(),
-    overflow=jax.lax.psum((received > capacity).sum(dtype=jnp.int32), everywhere),
   )
 
 

@@ -166,6 +166,7 @@ class Layer:
     wide = {n: jnp.asarray(a, jnp.float32) for n, a in self.inputs.items()}
     oracle = jax.jit(self.value_and_gradients(block.Layout(mesh=one), oracle_parts, oracle_spec))
     (_, wanted), wanted_gradients = oracle(wide, jnp.asarray(self.cotangent, jnp.float32))
+    rows, most, overflow = self.measured(out)
     errors = {"y": self.error(out.y, wanted.y)}
     errors |= {f"d_{n}": self.error(gradients[n], wanted_gradients[n]) for n in gradients}
     same = all(
@@ -177,11 +178,19 @@ class Layer:
       "rank": self.args.rank,
       "errors": errors,
       "repeats_identical": same,
-      "rows_equal": np.array_equal(*(np.asarray(a.addressable_data(0)) for a in (out.rows_per_expert, wanted.rows_per_expert))),
-      "receive_rows_max": int(out.receive_rows_max.addressable_data(0)),
+      "rows_equal": np.array_equal(rows, np.asarray(wanted.rows_per_expert)),
+      "receive_rows_max": int(most),
       "receive_capacity": int(out.receive_capacity.addressable_data(0)),
-      "overflow": int(out.overflow.addressable_data(0)),
+      "overflow": int(overflow),
     }
+
+  def measured(self, out):
+    """Rows per expert, those of the fullest part of a rank, and how many parts overflowed, over all ranks."""
+    import jax
+    import numpy as np
+
+    totals = jax.jit(lambda out: (out.rows_per_expert, out.received.max(), out.overflowed.sum()))(out)
+    return [np.asarray(total.addressable_data(0)) for total in totals]
 
   def error(self, ours, wanted):
     """Relative Frobenius error of this rank's shards."""
@@ -217,7 +226,7 @@ class Layer:
           jax.block_until_ready(step(inputs, cotangent))
       result["kernels"] = kernels.of_trace(folder, steps=3)
     _, out = step(inputs, cotangent)[0]
-    result["receive_rows_max"] = int(out.receive_rows_max.addressable_data(0))
+    result["receive_rows_max"] = int(self.measured(out)[1])
     try:
       upstream = record.time_ms(functools.partial(self.upstream(), cotangent=cotangent), inputs)
       result["te_moe"] = upstream | {"tflops": round(tflop / upstream["median_ms"] * 1e3, 1)}

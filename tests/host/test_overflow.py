@@ -34,6 +34,16 @@ def test_an_overflow_stops_the_run_before_its_checkpoint(tmp_path):
   assert retried[0]["moe_te/overflow"] == 0
 
 
+def test_with_microbatches_the_named_factor_holds(tmp_path):
+  """MaxText adds up what the layers of all microbatches report; the largest demand among them is known all the same."""
+  words = [*WORDS, "base_num_decoder_layers=1", "gradient_accumulation_steps=2", "per_device_batch_size=2", "steps=1"]
+  with pytest.raises(CapacityError, match=r"a rank was sent more rows than the .* it holds in one of 2 microbatches") as stopped:
+    helpers.train(tmp_path, words, options=MoeTeOptions(capacity_factor=1.0, on_overflow="stop"))
+  named = float(str(stopped.value).split("capacity_factor of at least ")[1].split(" ")[0])
+  (step,) = helpers.train(tmp_path, words, options=MoeTeOptions(capacity_factor=named, on_overflow="stop"))
+  assert step["moe_te/overflow"] == 0 and 1 < step["moe_te/demand_over_balanced"] <= named < 4
+
+
 def test_native_fine_tuning_is_checked_too(tmp_path):
   module = "post_train.sft.train_sft_native"
   words = [*WORDS, "base_num_decoder_layers=1", "steps=1"]

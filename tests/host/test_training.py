@@ -112,9 +112,7 @@ def test_what_nobody_collects_is_not_left_in_the_model():
   call()
   assert not nnx.state(module, nnx.Intermediate)
   metrics.collecting(call)()
-  assert set(nnx.state(module, nnx.Intermediate)) == {
-    f"moe_te_{name}" for name in ("rows_per_expert", "receive_rows_max", "receive_capacity", "overflow")
-  }
+  assert set(nnx.state(module, nnx.Intermediate)) == {f"moe_te_{name}" for name in metrics.MEASURED}
 
 
 def test_off_is_identical(tmp_path):

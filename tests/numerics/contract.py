@@ -216,7 +216,7 @@ def run_block(spec, arrays: dict, cotangent, *, layout, parts) -> dict:
     arrays["x"], arrays["logits"], arrays["router_inputs"].bias, arrays["router_inputs"].expert_scale, arrays["weights"]
   )  # fmt: skip
   (_, out), gradients = _value_and_gradients(spec, layout, parts, differentiated, arrays["router_inputs"], cotangent)
-  out = {"y": out.y, "load_balance_loss": out.load_balance_loss, "rows_per_expert": out.rows_per_expert, "overflow": out.overflow}
+  out = {"y": out.y, "load_balance_loss": out.load_balance_loss, "rows_per_expert": out.rows_per_expert, "overflow": out.overflowed.sum()}
   out = {name: value for name, value in out.items() if value is not None}
   return jax.device_get(out | oracle.name_gradients(*gradients))
 
