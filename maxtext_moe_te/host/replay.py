@@ -115,6 +115,7 @@ class _Programs:
       self._direct -= 1
       state, metrics = self._second(state, batch)
       metrics["scalar"][REPLAYED] = 1
+      metrics["scalar"].pop(overflow.NEEDED, None)  # of parts
       return state, metrics
     self._running |= before is not None
     now = _Pending(*self._attempt(state, batch, before.flag if before else self._not_stuck))
@@ -149,10 +150,10 @@ class _Programs:
     scalars = step.metrics["scalar"]
     self._say(scalars)
     state, metrics = self._second(step.state, step.batch)
-    demand, capacity = scalars[overflow.DEMAND], scalars[overflow.CAPACITY]
+    of_attempt = {name: scalars[name] for name in (overflow.DEMAND, overflow.CAPACITY, overflow.NEEDED) if name in scalars}
     scalars.update(metrics["scalar"])
     step.metrics.update({name: value for name, value in metrics.items() if value is not metrics["scalar"]})
-    scalars |= {REPLAYED: 1, overflow.DEMAND: demand, overflow.CAPACITY: capacity}
+    scalars |= {REPLAYED: 1, **of_attempt}
     self.replayed += 1
     self._in_a_row += 1
     if self._in_a_row >= MOST_IN_A_ROW:

@@ -17,6 +17,7 @@ from maxtext.common import metric_logger
 from maxtext_moe_te import versions
 from maxtext_moe_te.errors import SeamError
 from maxtext_moe_te.host import (
+  advice,
   cast,
   expert_group,
   features,
@@ -145,6 +146,15 @@ def seams(overlay, options: MoeTeOptions) -> list[Seam]:
       needed += [recorder, train_step]
       if TRAIN in sys.modules:  # imported before us, it has bound the recorder's name
         needed.append(dataclasses.replace(recorder, target=f"{TRAIN}:record_activation_metrics"))
+    if options.metrics:
+      needed.append(
+        Seam(
+          target="maxtext.common.metric_logger:MetricLogger.write_metrics",
+          replace=advice.advising(options),
+          passes=("self", "metrics", "step"),
+          reason="a step's metrics, when it has ended",
+        )
+      )
     if may_overflow:
       needed += _exact(options) if options.on_overflow == "exact" else [_ending(options)]
   return needed

@@ -53,7 +53,8 @@ class MoeTeOptions:
       one part, so the worst case of it is what memory must hold; every part is computed anew in the backward pass. auto takes 1, or as
       many as fit where nothing can run a step again.
     offload: tensors kept in host memory between forward and backward pass, by MaxText's names; a list, or text with commas.
-    metrics: report rows per expert, receive demand and overflow from every decoder block.
+    metrics: report rows per expert, receive demand and overflow from every decoder block, and what they advise.
+    load_map: every so many steps a picture of the load of every layer's experts, PNG, in moe_te_load of the run's folder; 0 draws none.
     xla_profile: named sets of XLA flags, of settings/xla_flags.toml; a list, or text with commas. The overlay's own flags win over
       them, and the user's over both.
     selfcheck: where MaxText's source is not known to the plugin, its layer and the plugin's are compared by numbers before the run, at
@@ -71,6 +72,7 @@ class MoeTeOptions:
   chunks: int | str = AUTO
   offload: tuple[str, ...] = ()
   metrics: bool = True
+  load_map: int = 0
   xla_profile: tuple[str, ...] = ()
   selfcheck: str = "auto"
 
@@ -122,6 +124,8 @@ def _check(mapping, source):
       _check_capacity_factor(value, source)
     elif key == "chunks":
       _check_chunks(value, source)
+    elif key == "load_map":
+      _check_load_map(value, mapping, source)
     elif key == "xla_profile":
       chosen = names(value)
       profiles = map(str, chosen if isinstance(chosen, tuple) else (value,))
@@ -162,6 +166,21 @@ def _check_chunks(value, source):
       found=f"moe_te.chunks={value} in {source}",
       needed=f"auto, or a whole number from 1 to {MAX_CHUNKS}",
       fix="write moe_te.chunks=1 or, to save memory, moe_te.chunks=8",
+    )
+
+
+def _check_load_map(value, mapping, source):
+  if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    raise OptionError(
+      found=f"moe_te.load_map={value} in {source}",
+      needed="a number of steps, or 0 for no picture",
+      fix="write moe_te.load_map=0 or, for one every hundred steps, moe_te.load_map=100",
+    )
+  if value and mapping.get("metrics") is False:
+    raise OptionError(
+      found=f"moe_te.load_map={value} with moe_te.metrics=false in {source}",
+      needed="what the picture shows",
+      fix="set moe_te.metrics=true, or remove moe_te.load_map",
     )
 
 

@@ -21,6 +21,7 @@ def test_defaults():
     "chunks": "auto",
     "offload": (),
     "metrics": True,
+    "load_map": 0,
     "xla_profile": (),
     "selfcheck": "auto",
   }
@@ -51,7 +52,7 @@ def test_every_choice_is_accepted(name):
     (
       {"ruoter": "jax"},
       "unknown option moe_te.ruoter in my.yml; needed: one of enabled, router, transport, experts, recipe, cast_weights, capacity_factor, "
-      "on_overflow, chunks, offload, metrics, xla_profile, selfcheck. Fix: write moe_te.router.",
+      "on_overflow, chunks, offload, metrics, load_map, xla_profile, selfcheck. Fix: write moe_te.router.",
     ),
     ({"zzz": 1}, "Fix: remove moe_te.zzz."),
     ({"router": "jaxx"}, "moe_te.router=jaxx in my.yml; needed: one of auto, jax, te. Fix: write moe_te.router=jax."),
@@ -61,6 +62,9 @@ def test_every_choice_is_accepted(name):
     ),
     ({"chunks": "8"}, "moe_te.chunks=8 in my.yml; needed: auto, or a whole number from 1 to 1024."),
     ({"chunks": True}, "moe_te.chunks=True in my.yml; needed: auto, or a whole number"),
+    ({"load_map": -1}, "moe_te.load_map=-1 in my.yml; needed: a number of steps, or 0 for no picture. Fix: write moe_te.load_map=0 "),
+    ({"load_map": True}, "moe_te.load_map=True in my.yml"),
+    ({"load_map": 5, "metrics": False}, "moe_te.load_map=5 with moe_te.metrics=false in my.yml; needed: what the picture shows."),
     ({"experts": True}, "moe_te.experts=True in my.yml; needed: one of auto, reference, ragged_dot, blocked, te."),
     ({"enabled": "yes"}, "needed: true or false. Fix: write moe_te.enabled=true or moe_te.enabled=false."),
     (
