@@ -42,6 +42,32 @@ def digest(name: str) -> str:
 
 
 def compile_one(name: str) -> dict:
+  step, flags, topology = build(name)
+  count, kind = gpus(name)
+  compiled = step.compile(flags)
+  memory = compiled.memory_analysis()
+  calls = re.findall(r'custom_call_target="(te_\w+)"', compiled.as_text())
+  return {
+    "settings": digest(name),
+    "gpus": f"{count} {kind}",
+    "topology": topology,
+    "mesh": {axis: size for axis, size in step.mesh.shape.items() if size > 1},
+    "peak_gib": round(memory.peak_memory_in_bytes / GIB, 1),
+    "arguments_gib": round(memory.argument_size_in_bytes / GIB, 1),
+    "host_gib": round(memory.host_temp_size_in_bytes / GIB, 1),
+    "device_gib": round(described.memory_bytes(described.target(kind)) / GIB, 1),
+    "transformer_engine_calls": {call: calls.count(call) for call in sorted(set(calls))},
+  }
+
+
+def build(name: str, changes: dict | None = None, words: tuple[str, ...] = ()):
+  """(step, compiler flags, topology) of an overlay.
+
+  Args:
+    name: of the overlay.
+    changes: of the plugin's options.
+    words: for MaxText, besides.
+  """
   count, kind = gpus(name)
   domain = min(count, 64 if kind.startswith("G") else 8)
   topology = f"{count // domain}x{domain}x1"
@@ -57,28 +83,14 @@ def compile_one(name: str) -> dict:
   jax.clear_caches()
   nccl_ep._bootstrapped = None  # a pretended group, unlike a real one, can be made again
   overlay = overlays.load(name)
-  options = MoeTeOptions.from_mapping(overlay.moe_te, name)
+  options = MoeTeOptions.from_mapping(overlay.moe_te | (changes or {}), name)
   flags = xla_flags.profile(options.xla_profile) | overlay.xla_flags
   flags |= described.COMPILER_OPTIONS
   base = os.path.join(os.path.dirname(pyconfig.__file__), "base.yml")
   with tempfile.TemporaryDirectory() as folder:
-    words = [base, f"base_output_directory={folder}", *WORDS]
+    words = [base, f"base_output_directory={folder}", *WORDS, *words]
     options = options.replace_from({"xla_profile": []}, "here")  # its flags are options of the compilation here
-    step = steps.build(words, overlay=overlay, options=options, devices=devices)
-    compiled = step.compile(flags)
-  memory = compiled.memory_analysis()
-  calls = re.findall(r'custom_call_target="(te_\w+)"', compiled.as_text())
-  return {
-    "settings": digest(name),
-    "gpus": f"{count} {kind}",
-    "topology": topology,
-    "mesh": {axis: size for axis, size in step.mesh.shape.items() if size > 1},
-    "peak_gib": round(memory.peak_memory_in_bytes / GIB, 1),
-    "arguments_gib": round(memory.argument_size_in_bytes / GIB, 1),
-    "host_gib": round(memory.host_temp_size_in_bytes / GIB, 1),
-    "device_gib": round(described.memory_bytes(described.target(kind)) / GIB, 1),
-    "transformer_engine_calls": {call: calls.count(call) for call in sorted(set(calls))},
-  }
+    return steps.build(words, overlay=overlay, options=options, devices=devices), flags, topology
 
 
 def main(names):
