@@ -19,6 +19,7 @@ from maxtext_moe_te.host import source
 from maxtext_moe_te.settings import entries, variable, xla_flags
 from maxtext_moe_te.settings import overlay as overlays
 from maxtext_moe_te.settings import words as our_words
+from maxtext_moe_te.settings.limits import Limits
 from maxtext_moe_te.settings.rank import Rank
 
 
@@ -72,7 +73,11 @@ def run(module: str, words: list[str]) -> None:
   _check_module(module)
   for line in entries.lines_at_start(module, options):
     logging.getLogger("maxtext_moe_te").info(line)
+  from maxtext_moe_te.host import watchdog
+
   if rank := Rank.of_this_process():
+    if entries.has_train_loop(module):
+      watchdog.watch(Limits.of_this_process(), rank.rank)
     join(rank)
   activate(overlay=overlay, options=options)
   sys.argv = [module, *rest]
@@ -81,6 +86,8 @@ def run(module: str, words: list[str]) -> None:
   except SystemExit as end:
     if end.code:
       raise
+  finally:
+    watchdog.stop()
   from maxtext_moe_te.moe.transport import nccl_ep
 
   nccl_ep.finalize()  # left to the interpreter's exit, its communicator keeps the process from ending
@@ -149,6 +156,8 @@ def _others_wait() -> bool:
 def _leave(status: int) -> int:
   """`status`; but a failed rank of a distributed run ends here."""
   if _others_wait():
+    if saving := sys.modules.get("maxtext_moe_te.host.saving"):
+      saving.wait()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

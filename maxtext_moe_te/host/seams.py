@@ -31,8 +31,10 @@ from maxtext_moe_te.host import (
   remat,
   replay,
   restored,
+  saving,
   selfcheck,
   source,
+  watchdog,
   without_effect,
 )
 from maxtext_moe_te.host.checks import check_config
@@ -157,7 +159,36 @@ def seams(overlay, options: MoeTeOptions) -> list[Seam]:
       )
     if may_overflow:
       needed += _exact(options) if options.on_overflow == "exact" else [_ending(options)]
+  for seam in ALWAYS:
+    needed = _joined(needed, seam)
   return needed
+
+
+ALWAYS = (
+  Seam(
+    target="maxtext.common.metric_logger:MetricLogger.buffer_and_write_metrics",
+    replace=watchdog.beating,
+    passes=("self", "metrics", "step"),
+    reason="called after each step: a rank that hangs is ended",
+  ),
+  Seam(
+    target="maxtext.common.checkpointing:save_checkpoint",
+    replace=saving.remembering,
+    passes=("checkpoint_manager",),
+    reason="what it still writes when the process fails is waited for",
+  ),
+)
+
+
+def _joined(seams, added):
+  """The seams with one more, around the one that has its target already, if there is one."""
+  there = next((seam for seam in seams if seam.target == added.target), None)
+  if there is None:
+    return [*seams, added]
+  both = dataclasses.replace(
+    there, replace=lambda original: added.replace(there.replace(original)), reason=f"{there.reason}; {added.reason}"
+  )
+  return [both if seam is there else seam for seam in seams]
 
 
 def _ending(options):

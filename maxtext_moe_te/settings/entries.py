@@ -100,6 +100,11 @@ ENTRIES = {
 KNOWN_MODULES = tuple(ENTRIES)
 
 
+def has_train_loop(module: str) -> bool:
+  """Whether a module trains with MaxText's own loop, which reports each step."""
+  return module in ENTRIES and ENTRIES[module].metrics and not ENTRIES[module].note
+
+
 def lines_at_start(module: str, options: "MoeTeOptions") -> list[str]:
   """What a user of a module is told before it starts.
 

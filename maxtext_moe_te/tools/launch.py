@@ -22,7 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maxtext_moe_te.errors import MoeTeError, OptionError
-from maxtext_moe_te.settings.rank import VARIABLE, Rank, is_address
+from maxtext_moe_te.settings import limits as limits_of
+from maxtext_moe_te.settings import rank as rank_of
+from maxtext_moe_te.settings.limits import EXCEEDED, Limits
+from maxtext_moe_te.settings.rank import Rank, is_address
 
 ENTRY = (sys.executable, "-m", "maxtext_moe_te")
 # Ranks left behind by one that failed: time to say so in their logs, and to end what they are writing.
@@ -79,6 +82,10 @@ def _parse(argv):
   )
   parser.add_argument("--logs", type=Path, default=Path("logs"), metavar="DIR", help="folder of rank-NNNN.log (%(default)s)")
   parser.add_argument("--grace", type=float, default=120, metavar="S", help="seconds that stopped ranks get for a checkpoint (%(default)s)")
+  parser.add_argument(
+    "--first-step-limit", type=float, default=3600, metavar="S", help="end a run whose first step takes longer; 0 for never (%(default)s)"
+  )
+  parser.add_argument("--step-limit", type=float, default=1800, metavar="S", help="the same for later steps (%(default)s)")
   parser.add_argument("--no-doctor", dest="doctor", action="store_false", help="start without checking the machine first")
   parser.add_argument("command", choices=("train", "run"), help="as without launch")
   parser.add_argument("words", nargs=argparse.REMAINDER, help="its arguments")
@@ -109,6 +116,18 @@ def _parse(argv):
       f"--coordinator {arguments.coordinator}",
       "HOST:PORT",
       "write the name of host 0 and a free port of it",
+    ),
+    *(
+      (
+        not 0 <= seconds < math.inf,
+        f"{option} {seconds:g}",
+        "seconds, or 0 for no limit",
+        f"write {option} {default}, or several times as long as a step takes",
+      )
+      for option, seconds, default in (
+        ("--first-step-limit", arguments.first_step_limit, 3600),
+        ("--step-limit", arguments.step_limit, 1800),
+      )
     ),
     (
       not 0 <= arguments.grace < math.inf,
@@ -168,9 +187,11 @@ def _start(arguments, stack) -> list[_Started]:
     begins = log.tell()
     log.write(f"launch: {_now()} rank {rank} of {place.ranks} on {socket.gethostname()}: {shlex.join(command)}\n".encode())
     log.flush()
+    limits = Limits(arguments.first_step_limit, arguments.step_limit, path.with_suffix(".stacks").absolute())
+    told = {rank_of.VARIABLE: place.variable(), limits_of.VARIABLE: limits.variable()}
     # A process group of its own: Ctrl-C is for us, who stop all ranks in order.
     process = subprocess.Popen(
-      command, env=environment | {VARIABLE: place.variable()}, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+      command, env=environment | told, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
       process_group=0,
     )  # fmt: skip
     started.append(_Started(rank, process, path, begins))
@@ -195,6 +216,8 @@ def _watch(ranks: list[_Started], received: list[int], grace_s: float) -> int:
           failed = rank
           if running and not received:
             _say(f"rank {rank.rank} {_how(rank)}; stopping the other {len(running)} of this host")
+          if rank.process.returncode == EXCEEDED:
+            _send(ranks, running, signal.SIGUSR1)  # they write their stacks too
       _copy(shown)
       if deadline is None and (received or failed):
         wait_s = AFTER_FAILURE_S if failed else grace_s
@@ -206,7 +229,7 @@ def _watch(ranks: list[_Started], received: list[int], grace_s: float) -> int:
         _send(ranks, running, signal.SIGKILL)
     _copy(shown)
   if received:
-    _say("stopped; the same command resumes from the newest checkpoint")
+    _say("stopped; the same command resumes from the newest checkpoint, if there is one")
     return 128 + received[0]
   if failed is None:
     return 0

@@ -13,13 +13,16 @@ from pathlib import Path
 import pytest
 
 from maxtext_moe_te import errors
+from maxtext_moe_te.settings import limits
 from maxtext_moe_te.settings.rank import VARIABLE, Rank
 from maxtext_moe_te.tools import launch
 from tests.processes import finish, wait_for
 
 # What the launcher sees of MaxText's trainer: steps that need all ranks, checkpoints, resuming, and a stop that all agree on.
 TRAINER = """
-import json, pathlib, signal, sys, time
+import json, pathlib, signal, sys, threading, time
+
+from maxtext_moe_te.host import watchdog
 
 folder, steps, manner = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 if manner == "refuses":
@@ -51,6 +54,10 @@ for number in range(start, steps):
     save(number + 1, w)
   if manner == f"rank {rank} fails at {number}":
     raise RuntimeError("the reason")
+  if watchdog._current:
+    watchdog._current.beat(number)
+  if manner == f"rank {rank} hangs at {number}":
+    threading.Event().wait()
   if stop:
     break
 """
@@ -64,6 +71,7 @@ session.activate = lambda **kwargs: None
 if sys.argv[1] == "doctor":
   print("asked with", *sys.argv[2:], flush=True)
   sys.exit(1)
+session.entries.has_train_loop = lambda module: True
 if sys.argv[-1] in ("refuses", "deaf"):
   session.join = lambda rank: None
 sys.exit(cli.main())
@@ -131,7 +139,7 @@ def test_four_ranks_one_killed_named_and_resumed(start, tmp_path):
   assert re.search(rf"launch: \S+ the first to fail was rank 2, which was killed by SIGKILL; its log: {tmp_path}/logs/rank-0002.log", err)
   assert not any(map(alive, ranks.values()))
   logs = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
-  assert sorted(logs) == [f"rank-{rank:04d}.log" for rank in range(4)]
+  assert sorted(name for name in logs if name.endswith(".log")) == [f"rank-{rank:04d}.log" for rank in range(4)]
   for rank in range(4):
     assert f"rank {rank} of 4 with 1 device" in logs[f"rank-{rank:04d}.log"]
 
@@ -151,7 +159,7 @@ def test_stopped_together_at_a_step_that_is_saved(start, tmp_path):
   status, _, err = finish(process)
   assert status == 128 + signal.SIGTERM
   assert "launch: stopping: up to 120 s for a checkpoint; once more to end at once" in err
-  assert err.endswith("launch: stopped; the same command resumes from the newest checkpoint\n")
+  assert err.endswith("launch: stopped; the same command resumes from the newest checkpoint, if there is one\n")
   assert not any(map(alive, ranks.values()))
   last = [re.findall(r"completed step: (\d+)", (tmp_path / "logs" / f"rank-{rank:04d}.log").read_text())[-1] for rank in range(2)]
   assert len(set(last)) == 1
@@ -176,6 +184,26 @@ def test_a_rank_that_raises_is_named_with_its_reason(start):
   status, _, err = finish(start("--no-doctor", manner="rank 1 fails at 3", nproc=2))
   assert status == 1
   assert "  RuntimeError: the reason\n" in err and "the first to fail was rank 1, which ended with status 1" in err
+
+
+def test_a_rank_that_hangs_ends_the_run_and_all_say_where_they_wait(start, tmp_path):
+  began = time.monotonic()
+  status, _, err = finish(start("--no-doctor", "--step-limit", "4", manner="rank 1 hangs at 3", nproc=2))
+  assert status == limits.EXCEEDED and time.monotonic() - began < 60
+  assert re.search(
+    r"maxtext-moe-te: error: rank [01]: after step [34] was issued, no other had been for [45] s \(limit 4 s\); needed: ", err
+  )
+  stacks = [(tmp_path / "logs" / f"rank-000{rank}.stacks").read_text() for rank in (0, 1)]
+  waits = [int(re.search(r'trainer\.py", line (\d+) in <module>', text)[1]) for text in stacks]
+  hangs = next(number for number, line in enumerate(TRAINER.splitlines(), 1) if "Event().wait()" in line)
+  assert waits[1] == hangs and waits[0] != hangs, "the other one waits for it elsewhere"
+
+
+def test_a_first_step_that_does_not_come(start):
+  status, _, err = finish(start("--no-doctor", "--first-step-limit", "3", manner="rank 0 hangs at -1", steps=0, nproc=1))
+  assert status == 0, "a run that ended in time"
+  status, _, err = finish(start("--no-doctor", "--first-step-limit", "2", manner="deaf", nproc=1))
+  assert status == limits.EXCEEDED and "rank 0: no step had been issued for " in err and "larger --first-step-limit" in err
 
 
 def test_a_refusal_is_one_line(start):
