@@ -75,8 +75,16 @@ def job(config=None, options=None, variables=None, axes=None, **changes):
   )
 
 
+SAVING = dict(enable_checkpointing=True, enable_autocheckpoint=False, checkpoint_period=10000, steps=150)
+
+
 def said(of_machine=MACHINE, of_job=JOB, names=None):
   return [(finding.severity, str(finding)) for finding in checks.examine(of_machine, of_job, names=names)]
+
+
+def test_a_run_that_saves_at_a_stop_has_no_findings():
+  for saves in ("enable_autocheckpoint", "enable_continuous_checkpointing"):
+    assert said(of_job=job({**SAVING, saves: True})) == []
 
 
 def test_a_healthy_machine_and_job_have_no_findings():
@@ -411,6 +419,14 @@ CASES = {
     W,
     "1,576,960 rows that a rank may receive make each buffer of them 21.1 GiB; needed: buffers that fit several times. Fix: set "
     "a smaller per_device_batch_size, or moe_te.chunks=2",
+  ),
+  "no checkpoints": (MACHINE, job({**SAVING, "enable_checkpointing": False}), N, "enable_checkpointing=false: a run that ends before its"),
+  "a stop saves nothing": (
+    MACHINE,
+    job(SAVING),
+    W,
+    "enable_autocheckpoint=false: a stop or a preemption (SIGTERM) saves nothing; checkpoint_period=10000 of 150 steps; needed: a "
+    "checkpoint at the stop, if the run is to resume there. Fix: set enable_autocheckpoint=true",
   ),
   "layers not scanned": (MACHINE, job({"scan_layers": False}), W, "scan_layers=false with 48 layers"),
   "pool of host memory": (

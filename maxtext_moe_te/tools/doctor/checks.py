@@ -777,6 +777,31 @@ def _flags(job, names):
     yield (_error if finding.fatal else _warning)(finding.found, finding.needed, finding.fix, "settings/xla_flags.toml")
 
 
+# What a stop costs
+
+
+@check
+def resuming(machine, job):
+  config = job.config
+  if job.gpus < 2 or "enable_checkpointing" not in config:
+    return
+  if not config["enable_checkpointing"]:
+    yield _note(
+      "enable_checkpointing=false: a run that ends before its last step loses everything",
+      "checkpoints, if it is to resume",
+      "set enable_checkpointing=true enable_autocheckpoint=true",
+      "MaxText: checkpointing.py",
+    )
+  elif not config.get("enable_autocheckpoint") and not config.get("enable_continuous_checkpointing"):
+    yield _warning(
+      f"enable_autocheckpoint=false: a stop or a preemption (SIGTERM) saves nothing; checkpoint_period={config['checkpoint_period']} of "
+      f"{config['steps']} steps",
+      "a checkpoint at the stop, if the run is to resume there",
+      "set enable_autocheckpoint=true",
+      "MaxText: checkpointing.py, should_save_checkpoint",
+    )
+
+
 # Across machines
 
 

@@ -15,7 +15,8 @@ KEYS = (
   "num_query_heads", "num_kv_heads", "head_dim", "kv_lora_rank", "q_lora_rank", "max_target_length", "micro_batch_size_to_train_on",
   "scan_layers", "tensors_to_offload", "moe_expert_input_dim", "num_slices", "compile_xla_flags", "qk_nope_head_dim", "qk_rope_head_dim",
   "v_head_dim", "mu_dtype", "opt_type", "shard_optimizer_over_data", "optimizer_memory_host_offload", "parameter_memory_host_offload",
-  "remat_policy", "moe_x_sorted", "moe_mlpwi_0", "moe_mlpwo",
+  "remat_policy", "moe_x_sorted", "moe_mlpwi_0", "moe_mlpwo", "enable_checkpointing", "enable_autocheckpoint", "checkpoint_period", "steps",
+  "enable_continuous_checkpointing",
 )  # fmt: skip
 
 
