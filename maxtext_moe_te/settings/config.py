@@ -17,6 +17,7 @@ CHOICES = {
   "recipe": ("bf16", "mxfp8"),
   "cast_weights": ("auto", "step", "layer"),
   "on_overflow": ("exact", "stop", "skip"),
+  "padding": ("route", "skip"),
   "selfcheck": ("auto", "always", "never"),
 }
 
@@ -52,6 +53,9 @@ class MoeTeOptions:
     chunks: in how many parts a device's tokens go through dispatch, experts and combine, one after the other. The receive buffers hold
       one part, so the worst case of it is what memory must hold; every part is computed anew in the backward pass. auto takes 1, or as
       many as fit where nothing can run a step again.
+    padding: what becomes of tokens of segment 0. route sends them to experts like all others, as MaxText does; skip sends them nowhere,
+      so that rows, load, load-balance loss and router bias are those of the real tokens. With an expert axis, skip moves rows with XLA's
+      collectives.
     offload: tensors kept in host memory between forward and backward pass, by MaxText's names; a list, or text with commas.
     metrics: report rows per expert, receive demand and overflow from every decoder block.
     xla_profile: named sets of XLA flags, of settings/xla_flags.toml; a list, or text with commas. The overlay's own flags win over
@@ -69,6 +73,7 @@ class MoeTeOptions:
   capacity_factor: float | str = AUTO
   on_overflow: str = "exact"
   chunks: int | str = AUTO
+  padding: str = "route"
   offload: tuple[str, ...] = ()
   metrics: bool = True
   xla_profile: tuple[str, ...] = ()
