@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_moe_te.moe import block
+from maxtext_moe_te.moe import block, routing
 from tests.numerics import contract, oracle
 from tests.numerics.contract import CASES, Case
 
@@ -105,6 +105,13 @@ def test_nothing_depends_on_what_stands_in_padding(name, mesh):
       assert value.tobytes() == expected[key].tobytes(), (key, padding)
   unmasked, other = (setting.run(PADDED[name], padding, real=False) for padding in (None, 1e3))
   assert any(unmasked[key].tobytes() != other[key].tobytes() for key in expected), "padding that is routed shows"
+
+
+def test_padding_has_unused_places_without_weight():
+  """Whatever a transport does with the weight of a place that it sends nowhere."""
+  routed = routing.Routing(jnp.zeros((8, 8, 2), jnp.int32), jnp.ones((8, 8, 2)), jnp.zeros((8, 8, 4)))
+  found = routing.without_padding(routed, jnp.asarray(REAL), 4)
+  assert (found.experts == np.where(REAL, 0, 4)[..., None]).all() and (found.weights == REAL[..., None]).all()
 
 
 def test_a_batch_of_padding_only():
