@@ -3,7 +3,7 @@
 import jax
 
 from maxtext_moe_te.errors import RefusedError
-from maxtext_moe_te.host import overflow, parts, rules_from_config
+from maxtext_moe_te.host import overflow, padding, parts, rules_from_config
 from maxtext_moe_te.moe import te_api
 from maxtext_moe_te.settings.config import MoeTeOptions
 
@@ -25,6 +25,7 @@ def check_config(config, options: MoeTeOptions = MoeTeOptions()) -> None:
     logits_dtype = "float32" if config.float32_gate_logits else config.dtype
     parts.check_router(options, rules_from_config.router_rule(config), logits_dtype)
     overflow.check(options, config)
+    padding.check(options, config)
     _check_cast(options, config)
   engine = te_api.find() if config.hardware.startswith("gpu") else None
   if engine is not None and not engine.incomplete:

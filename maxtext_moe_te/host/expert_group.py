@@ -96,7 +96,7 @@ def bootstrap(options: MoeTeOptions, config, mesh, call: tuple[int, int] | None 
     return
   group = ep_group(options, config, dict(mesh.shape), call)
   # A process that took XLA's collectives alone would leave the others waiting for it in the bootstrap.
-  error = agreement.together(lambda: _check_nccl_ep(config, group, mesh), "NCCL EP")
+  error = agreement.together(lambda: _check_nccl_ep(options, config, group, mesh), "NCCL EP")
   if error is not None:
     if explicit:
       raise error
@@ -154,7 +154,7 @@ def largest_call(config, model_mode: str) -> tuple[int, int]:
   return sequences * (2 if config.use_dpo else 1), config.max_target_length  # the chosen and the rejected answer together
 
 
-def check_ep_group(config, group: nccl_ep.Bootstrap) -> None:
+def check_ep_group(options: MoeTeOptions, config, group: nccl_ep.Bootstrap) -> None:
   """Refuses a model or a shape that NCCL EP cannot serve, whatever the machine.
 
   Raises:
@@ -168,6 +168,12 @@ def check_ep_group(config, group: nccl_ep.Bootstrap) -> None:
       needed="a top-k selection in every layer",
       fix="set moe_te.transport=xla",
     )
+  if options.padding == "skip":
+    raise RefusedError(
+      found="moe_te.padding=skip with NCCL EP, which is not shown to serve tokens that select no expert",
+      needed="XLA's collectives, or padding that is routed",
+      fix="set moe_te.transport=xla",
+    )
   if config.mlp_bias:
     raise RefusedError(
       found="expert biases with NCCL EP, whose padding rows are not shown to stay out of their gradients",
@@ -177,8 +183,8 @@ def check_ep_group(config, group: nccl_ep.Bootstrap) -> None:
   group.check()
 
 
-def _check_nccl_ep(config, group, mesh):
-  check_ep_group(config, group)
+def _check_nccl_ep(options, config, group, mesh):
+  check_ep_group(options, config, group)
   if set(mesh.devices.flat) < set(jax.devices()):
     raise RefusedError(
       found=f"NCCL EP on {mesh.devices.size} of {jax.device_count()} devices",

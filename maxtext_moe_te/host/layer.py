@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from maxtext.layers import linears, moe
 
 from maxtext_moe_te.errors import RefusedError
-from maxtext_moe_te.host import features, metrics, parts, receive, rules_from_config
+from maxtext_moe_te.host import features, metrics, padding, parts, receive, rules_from_config
 from maxtext_moe_te.moe import block, routing
 from maxtext_moe_te.moe.experts.base import ExpertWeights
 from maxtext_moe_te.moe.rules import RouterRule, Selection
@@ -52,6 +52,7 @@ def _routed_moe(module, options, inputs, input_ids, gate_inputs, forced_routed_e
     spec=spec,
     layout=layout,
     parts=parts.choose(options, layout, spec, inputs.shape, weights.down.shape[1], logits.dtype),
+    real=padding.real_tokens(inputs.shape) if options.padding == "skip" else None,
   )
   metrics.sow(module, out)
   return out.y, out.load_balance_loss, _bias_update(module, out.rows_per_expert)

@@ -43,7 +43,7 @@ def choose(options: MoeTeOptions, layout: Layout, spec: LayerSpec, shape: tuple[
   router, why_router = _router(options, device, spec, logits_dtype)
   experts, why_experts = _experts(options, device, spec)
   transport, why_transport = _transport(options, layout, spec, width, device, mxfp8=options.recipe == "mxfp8")
-  activation, why_activation = _activation(experts, transport, device, layout, spec, hidden)
+  activation, why_activation = _activation(options, experts, transport, device, layout, spec, hidden)
   transport, chunks = _holding(options, transport, spec, math.prod(tokens) // layout.size(layout.tokens))
   log_once(
     f"MoE layer on {device.platform}: router {router}{why_router} ({spec.router}); transport {transport.name}{why_transport}; "
@@ -164,9 +164,10 @@ def _experts(options, device, spec) -> tuple[str, str]:
   return ("ragged_dot", f" [{reason}]") if reason else ("te", f" {options.recipe}")
 
 
-def _activation(experts, transport, device, layout, spec, hidden):
+def _activation(options, experts, transport, device, layout, spec, hidden):
   """(what activates rows, reason in brackets or nothing)."""
-  if experts != "te" or device.platform == "cpu" or isinstance(transport, LocalTransport):  # whose buffer is always full
+  full = isinstance(transport, LocalTransport) and options.padding == "route"  # its buffer always is, but for padding
+  if experts != "te" or device.platform == "cpu" or full:
     return activate_all, ""
   reason = gated.reason_against(spec.expert, hidden // layout.size(layout.width))
   return (activate_all, f" [activated in all rows of the buffer: {reason}]") if reason else (gated.activate_received, "")
@@ -185,7 +186,8 @@ def _transport(options, layout, spec, width, device, *, mxfp8):
   tokens_split = set(layout.expert) <= set(layout.tokens)
   if name != "xla":
     group = nccl_ep.bootstrapped()
-    reason = _reason_against_group(group, spec, width, ranks, layout, tokens_split)
+    unshown = "moe_te.padding=skip, which it is not shown to serve" if options.padding == "skip" else ""
+    reason = unshown or _reason_against_group(group, spec, width, ranks, layout, tokens_split)
     if not reason:
       return nccl_ep.NcclEpTransport(group), ""
     reason = "a CPU" if device.platform == "cpu" else reason
@@ -214,12 +216,18 @@ def _reason_against_group(group, spec, width, ranks, layout, tokens_split) -> st
 
 
 def check_transport(options: MoeTeOptions, ranks: int) -> None:
-  """Refuses a transport that a number of expert ranks has no use for.
+  """Refuses a transport that a number of expert ranks has no use for, or that is not shown to leave padding out.
 
   Raises:
     RefusedError: with the option that fits.
   """
   name = options.transport
+  if name == "nccl_ep" and options.padding == "skip":
+    raise RefusedError(
+      found="moe_te.transport=nccl_ep with moe_te.padding=skip: NCCL EP is not shown to serve tokens that select no expert",
+      needed="XLA's collectives, or padding that is routed",
+      fix="set moe_te.transport=auto",
+    )
   if name == "local" and ranks > 1:
     raise RefusedError(
       found=f"moe_te.transport=local on an expert axis of {ranks}",

@@ -26,6 +26,7 @@ from maxtext_moe_te.host import (
   lora,
   metrics,
   overflow,
+  padding,
   parts,
   patching,
   remat,
@@ -131,6 +132,8 @@ def seams(overlay, options: MoeTeOptions) -> list[Seam]:
         reason="the MoE layer itself; a method, because subclasses and from-imports keep the class",
       )
     )
+    if options.padding == "skip":
+      needed += padding.seams()
     if options.cast_weights != "layer":
       needed.append(
         Seam(

@@ -149,6 +149,7 @@ def moe_block(
   spec: LayerSpec,
   layout: Layout,
   parts: Parts,
+  real: jax.Array | None = None,
 ) -> MoeOutput:
   """Runs the layer.
 
@@ -161,6 +162,8 @@ def moe_block(
     spec: what to compute.
     layout: how arrays are split over the mesh.
     parts: with what.
+    real: bool [B,S], false for padding: such a token is sent to no expert, its y is 0, and the load, the load-balance loss and all
+      gradients are those of a batch without it. None where every token counts.
 
   Returns:
     MoeOutput.
@@ -180,11 +183,11 @@ def moe_block(
   run = jax.shard_map(
     functools.partial(_per_device, spec, layout, parts),
     mesh=layout.mesh,
-    in_specs=(tokens, tokens, _given(router_specs, router_inputs), _given(weight_specs, weights)),
+    in_specs=(tokens, tokens, P(*tokens[:2]), _given(router_specs, router_inputs), _given(weight_specs, weights)),
     out_specs=MoeOutput(tokens, P(), P(layout.tokens or None), *(P(layout.mesh.axis_names),) * 3, P()),
     check_vma=False,
   )
-  return run(x, logits, router_inputs, weights)
+  return run(x, logits, real, router_inputs, weights)
 
 
 def _given(specs, arrays):
@@ -192,7 +195,7 @@ def _given(specs, arrays):
   return type(specs)(*(None if array is None else spec for spec, array in zip(specs, arrays)))
 
 
-def _per_device(spec, layout, parts, x, logits, router_inputs, weights) -> MoeOutput:
+def _per_device(spec, layout, parts, x, logits, real, router_inputs, weights) -> MoeOutput:
   """One device's share; shapes are local. [b,s,D] here, T = b * s."""
   b, s, width = x.shape
   x = x.astype(spec.dtype)
@@ -201,7 +204,11 @@ def _per_device(spec, layout, parts, x, logits, router_inputs, weights) -> MoeOu
     # The partial products over the split width are added up below; the bias must be in one of them only.
     weights = weights._replace(down_bias=jnp.where(jax.lax.axis_index(layout.width) == 0, weights.down_bias, 0))
 
+  if real is not None:  # whatever stands in padding, NaN too, reaches no sum and no gradient
+    logits = jnp.where(real[..., None], logits, 0)
   routed = parts.route(spec.router, logits, router_inputs, dtype=spec.dtype)
+  if real is not None:
+    routed = routing.without_padding(routed, real, spec.num_experts)
   row_weights = routed.weights
   if spec.router.weight_on_input:
     x = (x * row_weights).astype(spec.dtype)
@@ -221,7 +228,7 @@ def _per_device(spec, layout, parts, x, logits, router_inputs, weights) -> MoeOu
   if layout.width:
     y = jax.lax.psum(y, layout.width)
 
-  loss = _load_balance_loss(routed, s, spec, layout) if spec.load_balance_coefficient > 0.0 else None
+  loss = _load_balance_loss(routed, real, (b, s), spec, layout) if spec.load_balance_coefficient > 0.0 else None
   ranks = layout.size(layout.expert)
   senders = ranks if set(layout.expert) <= set(layout.tokens) else 1
   balanced = balanced_rows(group_tokens=senders * b * s // received.size, experts_per_token=k, ranks=ranks)
@@ -252,16 +259,27 @@ def chunks_of(chunks: int, tokens: int) -> int:
   return chunks if tokens >= chunks else 1
 
 
-def _load_balance_loss(routed, local_sequence, spec, layout):
-  """The mean over all sequences, each whole: its sums are taken over the devices that share it first."""
-  rows, probability_mass = routing.balance_statistics(spec.balance_loss, routed, spec.num_experts, dtype=spec.dtype)
+def _load_balance_loss(routed, real, local_shape, spec, layout):
+  """The mean over all sequences, each whole: its sums are taken over the devices that share it first.
+
+  With padding, over the sequences that have a real token, each of the length that its real tokens have.
+  """
+  sequences, length = local_shape
+  rows, probability_mass = routing.balance_statistics(spec.balance_loss, routed, spec.num_experts, dtype=spec.dtype, real=real)
+  length = length * layout.size(layout.sequence) if real is None else real.sum(1, keepdims=True, dtype=jnp.int32)
   if layout.sequence:
     rows, probability_mass = jax.lax.psum((rows, probability_mass), layout.sequence)
+    length = length if real is None else jax.lax.psum(length, layout.sequence)
   loss = routing.load_balance_loss(
     rows,
     probability_mass,
-    sequence_length=local_sequence * layout.size(layout.sequence),
+    sequence_length=length if real is None else jnp.maximum(length, 1),
     experts_per_token=spec.router.experts_per_token,
   )
   loss = loss * spec.load_balance_coefficient
-  return jax.lax.pmean(loss, layout.batch) if layout.batch else loss
+  if real is None:
+    return jax.lax.pmean(loss, layout.batch) if layout.batch else loss
+  total, counted = loss * sequences, (length > 0).sum(dtype=jnp.int32)  # an empty sequence's loss is 0
+  if layout.batch:
+    total, counted = jax.lax.psum((total, counted), layout.batch)
+  return total / jnp.maximum(counted, 1)

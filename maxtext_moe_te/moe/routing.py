@@ -159,13 +159,30 @@ def _take_experts_bwd(residuals, d_weights):
 take_experts.defvjp(_take_experts_fwd, _take_experts_bwd)
 
 
+def without_padding(routing: Routing, real: jax.Array, num_experts: int) -> Routing:
+  """The routing in which padding selects no expert: its places are unused, and nothing of it reaches a gradient.
+
+  Args:
+    routing: of [B,S] tokens.
+    real: bool [B,S], false for padding.
+    num_experts: E, which is the id of an unused place.
+
+  Returns:
+    Routing.
+  """
+  experts = jnp.where(real[..., None], routing.experts, num_experts)
+  return routing._replace(experts=experts, weights=jnp.where(real[..., None], routing.weights, 0))
+
+
 def rows_per_expert(experts: jax.Array, num_experts: int) -> jax.Array:
   """int32 [..., E]: how many of the ids in the last two axes (tokens, K) name each expert; ids outside [0, E) count nowhere."""
   hit = experts[..., None] == jnp.arange(num_experts, dtype=experts.dtype)
   return hit.sum((-3, -2), dtype=jnp.int32)
 
 
-def balance_statistics(kind: BalanceLoss, routing: Routing, num_experts: int, *, dtype) -> tuple[jax.Array, jax.Array]:
+def balance_statistics(
+  kind: BalanceLoss, routing: Routing, num_experts: int, *, dtype, real: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
   """The two per-sequence sums whose product is the load-balance loss.
 
   Args:
@@ -173,6 +190,7 @@ def balance_statistics(kind: BalanceLoss, routing: Routing, num_experts: int, *,
     routing: of [B,S] tokens.
     num_experts: E.
     dtype: the layer's dtype; the softmax is rounded to it, as MaxText does.
+    real: bool [B,S], the tokens that are summed over, `routing` being `without_padding`; None for all.
 
   Returns:
     (rows [B,E] int32, probability mass [B,E] float32), both summed over the sequence.
@@ -181,12 +199,14 @@ def balance_statistics(kind: BalanceLoss, routing: Routing, num_experts: int, *,
   if kind is BalanceLoss.MEGATRON_SEQUENCE:
     probabilities = scores / (scores.sum(-1, keepdims=True) + 1e-20)
     _, experts = jax.lax.top_k(scores, routing.experts.shape[-1])
-    return rows_per_expert(experts, num_experts), probabilities.sum(1)
-  probabilities = jax.nn.softmax(scores, axis=-1).astype(dtype).astype(jnp.float32)
-  return rows_per_expert(routing.experts, num_experts), probabilities.sum(1)
+    experts = experts if real is None else jnp.where(real[..., None], experts, num_experts)
+  else:
+    probabilities = jax.nn.softmax(scores, axis=-1).astype(dtype).astype(jnp.float32)
+    experts = routing.experts
+  return rows_per_expert(experts, num_experts), probabilities.sum(1, where=None if real is None else real[..., None])
 
 
-def load_balance_loss(rows: jax.Array, probability_mass: jax.Array, *, sequence_length: int, experts_per_token: int):
+def load_balance_loss(rows: jax.Array, probability_mass: jax.Array, *, sequence_length: int | jax.Array, experts_per_token: int):
   """Sequence-wise load-balance loss, before its coefficient: E^2 mean_{b,e}(density * probability).
 
   MaxText's `RoutedMoE.load_balance_loss`; the Switch Transformer's loss (arXiv:2101.03961, eq. 4) of each sequence, averaged.
@@ -194,7 +214,7 @@ def load_balance_loss(rows: jax.Array, probability_mass: jax.Array, *, sequence_
   Args:
     rows: int32 [B,E], rows of each sequence sent to each expert.
     probability_mass: float32 [B,E], router probabilities summed over the sequence.
-    sequence_length: S, of the whole sequence.
+    sequence_length: S, of the whole sequence; or int32 [B,1], the real tokens of each, at least 1.
     experts_per_token: K.
 
   Returns:

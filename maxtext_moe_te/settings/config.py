@@ -17,6 +17,7 @@ CHOICES = {
   "recipe": ("bf16", "mxfp8"),
   "cast_weights": ("auto", "step", "layer"),
   "on_overflow": ("exact", "stop", "skip"),
+  "padding": ("route", "skip"),
   "selfcheck": ("auto", "always", "never"),
 }
 
@@ -52,6 +53,9 @@ class MoeTeOptions:
     chunks: in how many parts a device's tokens go through dispatch, experts and combine, one after the other. The receive buffers hold
       one part, so the worst case of it is what memory must hold; every part is computed anew in the backward pass. auto takes 1, or as
       many as fit where nothing can run a step again.
+    padding: what becomes of tokens of segment 0. route sends them to experts like all others, as MaxText does; skip sends them nowhere,
+      so that rows, load, load-balance loss and router bias are those of the real tokens. With an expert axis, skip moves rows with XLA's
+      collectives.
     offload: tensors kept in host memory between forward and backward pass, by MaxText's names; a list, or text with commas.
     metrics: report rows per expert, receive demand and overflow from every decoder block, and what they advise.
     load_map: every so many steps a picture of the load of every layer's experts, PNG, in moe_te_load of the run's folder; 0 draws none.
@@ -70,6 +74,7 @@ class MoeTeOptions:
   capacity_factor: float | str = AUTO
   on_overflow: str = "exact"
   chunks: int | str = AUTO
+  padding: str = "route"
   offload: tuple[str, ...] = ()
   metrics: bool = True
   load_map: int = 0

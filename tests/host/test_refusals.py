@@ -102,22 +102,24 @@ def test_a_router_that_is_not_exact(config, monkeypatch):
 
 
 @pytest.mark.parametrize(
-  ("values", "text"),
+  ("values", "options", "text"),
   [
-    (dict(dtype="float32"), "dtype=float32 with NCCL EP"),
-    (dict(mlp_bias=True), "expert biases with NCCL EP"),
-    (dict(use_random_routing=True), "a router that may name an expert twice, with NCCL EP"),
-    (dict(num_experts=6), "num_experts=6 with NCCL EP; needed: a multiple of 4"),
-    ({}, None),
+    (dict(dtype="float32"), {}, "dtype=float32 with NCCL EP"),
+    (dict(mlp_bias=True), {}, "expert biases with NCCL EP"),
+    (dict(use_random_routing=True), {}, "a router that may name an expert twice, with NCCL EP"),
+    (dict(num_experts=6), {}, "num_experts=6 with NCCL EP; needed: a multiple of 4"),
+    ({}, dict(padding="skip"), "moe_te.padding=skip with NCCL EP, which is not shown to serve tokens that select no expert"),
+    ({}, {}, None),
   ],
 )
-def test_what_nccl_ep_cannot_serve(config, monkeypatch, values, text):
+def test_what_nccl_ep_cannot_serve(config, monkeypatch, values, options, text):
   from maxtext_moe_te.host import expert_group
 
   for key, value in {"dtype": "bfloat16", **values}.items():
     monkeypatch.setitem(config._flat_config, key, value)
   with contextlib.nullcontext() if text is None else pytest.raises(RefusedError, match=text):
-    expert_group.check_ep_group(config, expert_group.ep_group(MoeTeOptions(), config, {"expert": 2}))
+    options = MoeTeOptions(capacity_factor=0, chunks=1, **options)
+    expert_group.check_ep_group(options, config, expert_group.ep_group(options, config, {"expert": 2}))
 
 
 def layer_error(batch=8, options=None, **settings):

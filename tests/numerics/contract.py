@@ -207,7 +207,7 @@ def run_block(spec, arrays: dict, cotangent, *, layout, parts) -> dict:
 
   Args:
     spec: what to compute.
-    arrays: x [B,S,D], logits [B,S,E], router_inputs, weights.
+    arrays: x [B,S,D], logits [B,S,E], router_inputs, weights; real bool [B,S] where there is padding.
     cotangent: [B,S,D], weights of the scalar that is differentiated; the load-balance loss enters it with factor 3.
     layout: how.
     parts: with what.
@@ -215,17 +215,17 @@ def run_block(spec, arrays: dict, cotangent, *, layout, parts) -> dict:
   differentiated = (
     arrays["x"], arrays["logits"], arrays["router_inputs"].bias, arrays["router_inputs"].expert_scale, arrays["weights"]
   )  # fmt: skip
-  (_, out), gradients = _value_and_gradients(spec, layout, parts, differentiated, arrays["router_inputs"], cotangent)
+  (_, out), gradients = _value_and_gradients(spec, layout, parts, differentiated, arrays["router_inputs"], cotangent, arrays.get("real"))
   out = {"y": out.y, "load_balance_loss": out.load_balance_loss, "rows_per_expert": out.rows_per_expert, "overflow": out.overflowed.sum()}
   out = {name: value for name, value in out.items() if value is not None}
   return jax.device_get(out | oracle.name_gradients(*gradients))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _value_and_gradients(spec, layout, parts, differentiated, router_inputs, cotangent):
+def _value_and_gradients(spec, layout, parts, differentiated, router_inputs, cotangent, real):
   def scalar(x, logits, bias, expert_scale, weights):
     inputs = router_inputs._replace(bias=bias, expert_scale=expert_scale)
-    out = block.moe_block(x, logits, inputs, weights, spec=spec, layout=layout, parts=parts)
+    out = block.moe_block(x, logits, inputs, weights, spec=spec, layout=layout, parts=parts, real=real)
     loss = 0.0 if out.load_balance_loss is None else out.load_balance_loss
     return (out.y.astype(jnp.float32) * cotangent).sum() + 3.0 * loss, out
 

@@ -19,6 +19,7 @@ def test_defaults():
     "capacity_factor": "auto",
     "on_overflow": "exact",
     "chunks": "auto",
+    "padding": "route",
     "offload": (),
     "metrics": True,
     "load_map": 0,
@@ -52,7 +53,7 @@ def test_every_choice_is_accepted(name):
     (
       {"ruoter": "jax"},
       "unknown option moe_te.ruoter in my.yml; needed: one of enabled, router, transport, experts, recipe, cast_weights, capacity_factor, "
-      "on_overflow, chunks, offload, metrics, load_map, xla_profile, selfcheck. Fix: write moe_te.router.",
+      "on_overflow, chunks, padding, offload, metrics, load_map, xla_profile, selfcheck. Fix: write moe_te.router.",
     ),
     ({"zzz": 1}, "Fix: remove moe_te.zzz."),
     ({"router": "jaxx"}, "moe_te.router=jaxx in my.yml; needed: one of auto, jax, te. Fix: write moe_te.router=jax."),

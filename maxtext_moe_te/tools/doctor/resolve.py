@@ -51,7 +51,7 @@ def main() -> int:
       receive.assume_memory(request["pool"])
       settled = receive.settled(options, config, sizes, finite=True)
       answer["config"]["nccl_ep_refused"] = refusal(
-        lambda: expert_group.check_ep_group(config, expert_group.ep_group(settled, config, sizes))
+        lambda: expert_group.check_ep_group(settled, config, expert_group.ep_group(settled, config, sizes))
       )
     try:
       answer["selfcheck"] = selfcheck.settle(config, options)
