@@ -25,6 +25,7 @@ log = logging.getLogger("maxtext_moe_te")
 PARAM_NORM = "learning/param_norm"
 OVERFLOW, DEMAND, CAPACITY = "moe_te/overflow", "moe_te/receive_rows_max", "moe_te/receive_capacity"
 NEEDED = "moe_te/demand_over_balanced"
+HOST_OFFLOAD = ("optimizer_memory_host_offload", "parameter_memory_host_offload")
 
 
 def check(options: MoeTeOptions, config) -> None:
@@ -43,6 +44,10 @@ def check(options: MoeTeOptions, config) -> None:
       exact and config.compiled_trainstep_file,
       f"compiled_trainstep_file={config.compiled_trainstep_file}",
       "which holds one program of two",
+    ),
+    *(
+      (getattr(config, key, False), f"{key}=true", "whose state is not shown to stay on the host where a step keeps it")
+      for key in HOST_OFFLOAD
     ),
   ):
     if wrong:

@@ -7,7 +7,7 @@ import logging
 import jax
 import jax.numpy as jnp
 
-from maxtext_moe_te.host import agreement, rules_from_config
+from maxtext_moe_te.host import agreement, overflow, rules_from_config
 from maxtext_moe_te.moe import capacity
 from maxtext_moe_te.settings.config import AUTO, MoeTeOptions
 
@@ -59,7 +59,8 @@ def _choice(options, config, axis_sizes, finite, call):
 
 def can_run_again(options: MoeTeOptions, config) -> bool:
   """Whether MaxText's train step, under this configuration, runs again where it exceeds a finite capacity."""
-  return options.on_overflow == "exact" and not config.enable_diloco and not config.compiled_trainstep_file
+  excluded = config.enable_diloco, config.compiled_trainstep_file, *(getattr(config, key, False) for key in overflow.HOST_OFFLOAD)
+  return options.on_overflow == "exact" and not any(excluded)
 
 
 KEYS = (

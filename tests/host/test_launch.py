@@ -47,7 +47,7 @@ env:
 @pytest.mark.host
 @pytest.mark.slow
 def test_trains_and_stops_at_a_step_that_is_saved(tmp_path, pytestconfig):
-  """Two processes; with `--launch-ranks N`, N of them, of which one is killed first, and the second start resumes."""
+  """Two processes; with `--launch-ranks N`, N of them; one, all and the launcher are killed in turn, and the next start goes on."""
   kill_first = pytestconfig.getoption("launch_ranks")
   count, saved = kill_first or 2, -1
   (tmp_path / "tiny.yml").write_text(OVERLAY)
@@ -66,17 +66,20 @@ def test_trains_and_stops_at_a_step_that_is_saved(tmp_path, pytestconfig):
     assert sorted(ranks) == list(range(count))
     return process, ranks
 
-  if kill_first:
-    process, ranks = start("completed step: 3,")
+  for victim in ("a rank", "all ranks", "the launcher") if kill_first else ():
+    process, ranks = start(f"completed step: {max(saved, 0) + 3},")
     began = time.monotonic()
-    os.kill(ranks[count - 1], signal.SIGKILL)
+    for pid in {"a rank": [ranks[count - 1]], "all ranks": ranks.values(), "the launcher": [process.pid]}[victim]:
+      os.kill(pid, signal.SIGKILL)
     status, _, err = finish(process)
     assert time.monotonic() - began < 30
-    assert status == 128 + signal.SIGKILL
-    assert f"the first to fail was rank {count - 1}, which was killed by SIGKILL" in err
-    assert not any(map(alive, ranks.values()))
+    if victim != "the launcher":
+      assert status == 128 + signal.SIGKILL
+      named = count - 1 if victim == "a rank" else r"\d+"
+      assert re.search(rf"the first to fail was rank {named}, which was killed by SIGKILL", err), err
+    wait_until(lambda ranks=ranks: not any(map(alive, ranks.values())))
+    assert newest(tmp_path) > saved
     saved = newest(tmp_path)
-    assert saved >= 2
 
   process, ranks = start(f"completed step: {saved + 2},")
   process.send_signal(signal.SIGTERM)
@@ -87,6 +90,26 @@ def test_trains_and_stops_at_a_step_that_is_saved(tmp_path, pytestconfig):
   steps = list(map(int, re.findall(r"completed step: (\d+),", log)))
   assert steps[0] == saved + 1, "it did not resume after the checkpoint"
   assert newest(tmp_path) == steps[-1] + 1, "the step of the stop, after which MaxText reports no metrics, was not saved"
+  if kill_first:
+    killed = losses(tmp_path / "logs" / "rank-0000.log")
+    command[command.index("run_name=t")], command[-1] = "run_name=whole", f"steps={steps[-1] + 1}"
+    command[command.index("--logs") + 1] = str(tmp_path / "whole")
+    status, _, err = finish(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    whole = losses(tmp_path / "whole" / "rank-0000.log")
+    assert status == 0 and killed.keys() == whole.keys(), err
+    assert killed == whole and len(set(whole.values())) > 5
+
+
+def losses(log):
+  """What was printed of each step, last."""
+  return dict(re.findall(r"completed step: (\d+),.* loss: ([0-9.]+)", log.read_text()))
+
+
+def wait_until(condition, timeout_s=20):
+  end = time.monotonic() + timeout_s
+  while not condition():
+    assert time.monotonic() < end
+    time.sleep(0.1)
 
 
 def newest(folder):

@@ -65,6 +65,16 @@ def test_what_is_given_stays(memory):
   assert taken(receive.settled(MoeTeOptions(), config, {"expert": 1}, finite=True)) == (0, 1)
 
 
+@pytest.mark.parametrize("words", [dict(optimizer_memory_host_offload=True), dict(compiled_trainstep_file="x")])
+def test_parts_where_no_step_can_run_again(memory, words):
+  from maxtext_moe_te.host import receive
+
+  memory(0)
+  config = helpers.maxtext_config("mixtral-8x7b", ici_expert_parallelism=4, ici_fsdp_parallelism=1, max_target_length=1024, **words)
+  taken = receive.settled(MoeTeOptions(), config, {"expert": 4}, finite=True)
+  assert (taken.capacity_factor, taken.chunks) == (0, 32)
+
+
 def test_the_first_question_decides(memory):
   """The layer asks what the group of NCCL EP was made for, also where a later one would be answered otherwise."""
   from maxtext_moe_te.host import receive

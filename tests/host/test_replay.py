@@ -197,6 +197,11 @@ def test_skip_leaves_updates_out_and_goes_on(tmp_path, caplog):
   [
     (["eval_interval=2"], "skip", "moe_te.capacity_factor=2 moe_te.on_overflow=skip with eval_interval=2, whose steps are not checked"),
     (["compiled_trainstep_file=x"], "exact", "with compiled_trainstep_file=x, which holds one program of two; .* moe_te.capacity_factor=0"),
+    (
+      ["optimizer_memory_host_offload=true"],
+      "exact",
+      "with optimizer_memory_host_offload=true, whose state is not shown to stay",
+    ),
   ],
 )
 def test_refused(tmp_path, words, on_overflow, text):

@@ -1,5 +1,9 @@
 """Overlays: reading, joining, contradictions, and what goes into the environment."""
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 
 from maxtext_moe_te.errors import OptionError, OverlayError
@@ -122,3 +126,13 @@ def test_xla_flags_text():
   assert xla_flags.format_flags({"a": True, "b": False, "c": 1.5, "d": "x"}) == "--a=true --b=false --c=1.5 --d=x"
   with pytest.raises(OverlayError, match="XLA_FLAGS=/some/file names a file of flags"):
     xla_flags.merge({"a": 1}, "/some/file")
+
+
+def test_compiled_memory_in_comments_is_on_record():
+  """GiB by capacity and parts, of the overlays that name them."""
+  record = json.loads((Path(__file__).parents[1] / "te" / "capacity.json").read_text())["cases"]
+  for name in {case.partition(",")[0] for case in record}:
+    comment = re.search(r"  # Compiled, GiB: ((?:.*\n)(?:  # .*\n)*)", overlays.packaged()[name].read_text())[1]
+    known = {one[key] for case, grid in record.items() if case.startswith(f"{name},") for one in grid for key in one if "peak" in key}
+    named = set(map(float, re.findall(r"\d+\.\d", comment)))
+    assert named and named <= known, f"{name}: {named - known}"
