@@ -18,6 +18,7 @@ KINDS = ("host", "host_0_2_4", "gpu", "gpus", "te", "dist", "plot", "tunix")
 def pytest_addoption(parser):
   for kind in KINDS:
     parser.addoption(f"--require-{kind}", action="store_true", help=f"fail the tests marked `{kind}` that cannot run")
+  parser.addoption("--every-sequence", action="store_true", help="host/test_adversarial.py trains every routing on every mesh")
   parser.addoption("--launch-ranks", type=int, help="how many processes host/test_launch.py starts, and kills one")
   parser.addoption("--record-parity", action="store_true", help="write the errors that test_every_model.py measures")
   parser.addoption("--fuzz-cases", type=int, help="how many cases test_fuzz.py compares, and record the result")

@@ -36,6 +36,9 @@ checkpoint_period: 2
 async_checkpointing: false
 enable_autocheckpoint: true
 log_config: false
+learning_rate: 0.01
+learning_rate_schedule_steps: 1000
+warmup_steps_fraction: 0.0
 enable_tensorboard: false
 env:
   JAX_PLATFORMS: cpu
