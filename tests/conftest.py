@@ -49,6 +49,15 @@ def pytest_runtest_setup(item):
         pytest.skip(reason)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_programs_of_other_runs():
+  """MaxText turns JAX's cache of programs on, in the user's home: one that another run left there was seen to end this one in a crash."""
+  if importlib.util.find_spec("jax"):
+    import jax
+
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
 @pytest.fixture
 def on_purpose(monkeypatch):
   """For a test that makes errors to see them found: they are no measure of anything, so --record-errors leaves them out."""
